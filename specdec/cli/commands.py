@@ -43,6 +43,7 @@ from specdec.cli.terminal import (
     Interrupt,
     abandon_stdout,
     fail,
+    in_flags,
     notes,
     remark,
     say,
@@ -101,7 +102,7 @@ def _show_warning() -> Any:
     shown: set[str] = set()  # options are checked before models are loaded and again by every call
 
     def show(message: Warning | str, *_: object, **__: object) -> None:
-        line = "warning: " + " ".join(str(message).split())
+        line = "warning: " + in_flags(" ".join(str(message).split()))
         if line not in shown:
             shown.add(line)
             remark(line, "yellow")

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from specdec.generator.generator import SpecGenerator
 
 DEFAULT_NEW_TOKENS = 128
+STDIN = "-"
 SAMPLING_FLAGS = ("temperature", "top_k", "top_p", "sampling")
 _SAME = ("schedule", "max_new_tokens", *SAMPLING_FLAGS, "seed", "num_return_sequences")
 # Flag of `generate` -> option of the library; most have its name.
@@ -273,6 +274,21 @@ def read_prediction(file: str | None, draft: str | None) -> str | None:
     if not text:
         raise OptionError(f"--prediction: {file} is empty: leave it out")
     return text
+
+
+def files_among(names: Sequence[str], endings: Sequence[str]) -> list[str]:
+    """The files, and for each folder those in it and its folders that have one of the endings, which it must hold."""
+    files: list[str] = []
+    for name in names:
+        if name == STDIN or not Path(name).is_dir():
+            files.append(name)
+            continue
+        inside = sorted(str(path) for path in Path(name).rglob("*") if path.suffix[1:].lower() in endings)
+        if not inside:
+            kinds = f"{', '.join(endings[:-1])} or {endings[-1]}"
+            raise OptionError(f"the folder {name} has no {kinds} file (a model is named with --model)")
+        files += inside
+    return files
 
 
 def read_text(file: str) -> str:

@@ -12,13 +12,15 @@ from typer import Argument, Option
 from specdec.cli import flags
 from specdec.cli.request import (
     DEFAULT_NEW_TOKENS,
+    STDIN,
     CommandRequest,
+    files_among,
     load_with_spinner,
     read_request,
     read_text,
 )
 from specdec.cli.show import print_text, report, show_stats
-from specdec.cli.terminal import INTERRUPTED, OK, Bar, say
+from specdec.cli.terminal import FAILED, INTERRUPTED, OK, Bar, fail, say
 from specdec.core.stats import total
 from specdec.errors import OptionError
 from specdec.options import bundled_models
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from specdec.pipelines import Summaries, Summarizer
 
 
+TEXTS = ("txt", "md", "rst")
 ZOO = "zoo:python-summary"
 
 
@@ -36,7 +39,9 @@ ZOO = "zoo:python-summary"
 )
 def summarize(
     ctx: typer.Context,
-    files: list[str] | None = Argument(None, metavar="FILE", help="Text files; - reads stdin."),
+    files: list[str] | None = Argument(
+        None, metavar="FILE", help="Texts or folders of them (txt, md, rst); - reads stdin."
+    ),
     demo: bool = Option(False, "--demo", help=f"Summarize the bundled functions with {ZOO}."),
     model: str | None = Option(None, help="Target: hub id or folder; may come from --config."),
     max_new_tokens: int | None = Option(
@@ -44,14 +49,19 @@ def summarize(
     ),
     chunk_tokens: int | None = Option(None, min=1, help="Read longer texts in chunks of at most this many tokens."),
     truncate: bool = Option(False, "--truncate", help="Read only the beginning of a long text."),
-    template: str | None = Option(None, help="Prompt of the model, with {text} in it."),
+    template: str | None = Option(
+        None, help="Prompt of the model, with {text} in it, and perhaps {words}, which the limit leaves."
+    ),
     batch_size: int = Option(8, min=1, help="Texts or chunks that are decoded together."),
     format: Literal["text", "json"] = Option("text", help="Output: text, or one JSON object."),
     *,
     config: Path | None,
     stats: bool,
 ) -> int:
-    """Summarize texts of any length. The summaries are the same with and without a draft."""
+    """Summarize texts of any length. The summaries are the same with and without a draft.
+
+    Files that cannot be read are reported on stderr; the others are summarized, and the exit code is 1.
+    """
     from specdec.pipelines.summaries.summarize import batch_seeds
 
     if demo and files:
@@ -60,23 +70,24 @@ def summarize(
     request = read_request({**ctx.params, "target": target}, named="--model", new_tokens=None)
     if not files and not demo:
         raise OptionError("no file was named: pass FILE, - to read stdin, or --demo for bundled texts")
-    texts = bundled_models.functions() if demo else read_text_files(files or [])
+    names = files_among(files or [], TEXTS)
+    texts = bundled_models.functions() if demo else read_text_files(names)
     summarizer = make(request, template=template, chunk_tokens=chunk_tokens)
-    options, code = {**request.options, "truncation": truncate}, OK
+    options, code = {**request.options, "truncation": truncate}, OK if len(texts) >= len(names) else FAILED
     found: list[Summaries] = []
     bar, all_names = Bar(), list(texts)
     seeds = batch_seeds(summarizer.generator.options(**request.options), len(texts)) or []
     rows = len(seeds) // max(len(texts), 1)  # of each text
     try:
         for first in range(0, len(texts), batch_size):
-            names = all_names[first : first + batch_size]
+            batch = all_names[first : first + batch_size]
             with bar:
-                bar(first, len(texts), f"summarizing {', '.join(names)}")
+                bar(first, len(texts), f"summarizing {', '.join(batch)}")
                 if seeds:
-                    options["seed"] = seeds[first * rows : (first + len(names)) * rows]
-                made = summarizer.summarize([texts[name] for name in names], batch_size=batch_size, **options)
+                    options["seed"] = seeds[first * rows : (first + len(batch)) * rows]
+                made = summarizer.summarize([texts[name] for name in batch], batch_size=batch_size, **options)
             found.append(made)
-            for name, summary in zip(names, made.documents, strict=True):
+            for name, summary in zip(batch, made.documents, strict=True):
                 for text in summary.texts if format == "text" else ():
                     print_text(text, name if len(texts) > 1 else None)
     except KeyboardInterrupt:
@@ -89,15 +100,24 @@ def summarize(
 
 
 def read_text_files(names: Sequence[str]) -> dict[str, str]:
-    """The texts of files, by name; raises OptionError for one that is not text, empty, or named twice."""
-    found: dict[str, str] = {}
+    """The texts of files, by name, without those that are no text or empty, which are told.
+
+    Raises OptionError where none is left, or a file was named twice.
+    """
+    texts: dict[str, str] = {}
     for name in names:
-        if name in found:
+        if name in texts:
             raise OptionError(f"{name} was named twice: leave one out")
-        found[name] = read_text(name)
-        if not found[name].strip():
-            raise OptionError(f"{'standard input' if name == '-' else name} is empty: there is nothing to summarize")
-    return found
+        try:
+            if not (text := read_text(name)).strip():
+                source = "standard input" if name == STDIN else name
+                raise OptionError(f"{source} is empty: there is nothing to summarize")
+            texts[name] = text
+        except OptionError as error:
+            if name == names[-1] and not texts:
+                raise
+            fail(f"error: {error}", FAILED)
+    return texts
 
 
 def make(request: CommandRequest, **how: Any) -> Summarizer:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager
 from math import inf
+from pathlib import Path
 from typing import Any
 
 from rich import progress
@@ -19,6 +21,8 @@ from rich.text import Text
 # MISMATCH: an assisted text differs from the plain one. The last two are 128 + the number of the signal.
 OK, FAILED, USAGE, MISMATCH, INTERRUPTED, BROKEN_PIPE = 0, 1, 2, 3, 130, 141
 _SIGN = 10.0  # seconds from one line of progress to the next
+_STDERR = 2  # the file descriptor
+_OPTION = re.compile(r"`(\w+)=(?:True|'?(\w*)'?)`")
 
 EXAMPLES = {
     "batch": "specdec batch prompts.txt answers.jsonl --model zoo:python-code --max-new-tokens 32",
@@ -42,6 +46,11 @@ def fail(message: str, code: int) -> int:
     """Prints the error in one red line; returns the exit code."""
     say(" ".join(message.split()), "red")
     return code
+
+
+def in_flags(message: str) -> str:
+    """The message with an option in Python's words, `name=` or `name='value'`, as a flag."""
+    return _OPTION.sub(lambda option: f"--{option[1].replace('_', '-')} {option[2] or ''}".rstrip(), message)
 
 
 def say(message: str, style: str = "") -> None:
@@ -73,13 +82,20 @@ def duration(seconds: float) -> str:
 
 
 class _Notes(logging.Handler):
-    """Prints the library's log as lines on stderr; `held` keeps the lines while a text is printed."""
+    """Prints the library's log as lines on stderr, each once; `held` keeps the lines while a text is printed."""
 
     quiet = False
     held: list[str] | None = None
 
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self._shown: set[str] = set()
+
     def emit(self, record: logging.LogRecord) -> None:
-        line = f"note: {record.getMessage()}"
+        line = f"note: {in_flags(record.getMessage())}"
+        if line in self._shown:
+            return
+        self._shown.add(line)
         if _Notes.held is None:
             remark(line, "dim")
         else:
@@ -104,7 +120,7 @@ def notes() -> Iterator[None]:
     """Prints the library's log from INFO on within the context, unless `hush` is called in it."""
     log = logging.getLogger("specdec")
     before, level, propagates = log.handlers[:], log.level, log.propagate
-    log.addHandler(_Notes(logging.INFO))
+    log.addHandler(_Notes())
     log.setLevel(logging.INFO)
     try:
         yield
@@ -117,6 +133,21 @@ def notes() -> Iterator[None]:
 def abandon_stdout() -> None:
     """Discards all further output, that of the exiting interpreter too: stdout has lost its reader."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+@contextmanager
+def libraries_silenced() -> Iterator[None]:
+    """Discards what C libraries write on stderr by themselves, such as mpg123's notes; Python's lines appear."""
+    before, screen = sys.stderr, os.dup(_STDERR)
+    with Path(os.devnull).open("w") as nowhere, os.fdopen(screen, "w", buffering=1, errors="replace") as out:
+        os.dup2(nowhere.fileno(), _STDERR)
+        if before is sys.__stderr__:
+            sys.stderr = out
+        try:
+            yield
+        finally:
+            os.dup2(screen, _STDERR)
+            sys.stderr = before
 
 
 class _Tries(logging.Filter):
@@ -231,7 +262,7 @@ class Bar(progress.Progress):
         self.update(task.id, completed=done, description=doing)
         if self.console.is_terminal or self.console.quiet or not total or self.get_time() - self._said < _SIGN:
             return
-        self._said, left = self.get_time(), task.time_remaining
+        self._said, left = self.get_time(), task.time_remaining if done < total else None
         say(f"{done / total:.0%}{'' if left is None else f', about {duration(left)} left'}: {doing}")
 
 

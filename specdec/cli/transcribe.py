@@ -7,16 +7,26 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
+from time import perf_counter as clock
 from typing import TYPE_CHECKING, Any, Literal
 
 import typer
-from rich.console import Console
 from typer import Argument, Option
 
 from specdec.cli import flags
-from specdec.cli.request import FLAGS, CommandRequest, are_here, loading_flags, passed, read_assignments
-from specdec.cli.show import PROMPT, show_stats, write
-from specdec.cli.terminal import FAILED, OK, Bar, is_quiet, loading, remark, say
+from specdec.cli.request import (
+    FLAGS,
+    STDIN,
+    CommandRequest,
+    are_here,
+    files_among,
+    loading_flags,
+    passed,
+    read_assignments,
+    refuse_idle,
+)
+from specdec.cli.show import print_text, show_stats
+from specdec.cli.terminal import FAILED, OK, Bar, is_quiet, libraries_silenced, loading, remark, say
 from specdec.errors import OptionError, SpecdecError
 from specdec.options import bundled_models
 from specdec.options.bundled_models import locate
@@ -25,8 +35,9 @@ from specdec.options.drafts import read_draft
 if TYPE_CHECKING:
     from specdec.pipelines import Transcriber, Transcription
 
-STDIN = "-"
+SOUNDS = ("wav", "flac", "mp3", "ogg")
 ZOO = "zoo:speech"
+LINES = ("max_line_width", "max_words_per_line")
 Format = Literal["text", "json", "srt", "vtt"]
 SPEECH_FLAGS = {**FLAGS, "chunk_length": "chunk_length_s"}
 
@@ -44,13 +55,15 @@ def transcribe(
     language: str | None = Option(None, help="Language of the recordings, a name or code; detected by default."),
     task: Literal["transcribe", "translate"] | None = Option(None, help="Translations are into English."),
     format: Format = Option("text", help="Output format; json is one object per file and line."),
-    words: bool = Option(False, "--words", help="Timestamps of words instead of segments."),
+    words: bool = Option(False, "--words", help="Timestamps of words; in vtt they stand within the segments' cues."),
+    max_line_width: int | None = Option(None, min=1, help="Characters in a line of srt and vtt."),
+    max_words_per_line: int | None = Option(None, min=1, help="Words in a cue of srt and vtt; times each word."),
     chunk_length: float | None = Option(
         None, metavar="SECONDS", help="Decode overlapping chunks of this length instead of window after window."
     ),
     batch_size: int = Option(1, min=1, help="Windows or chunks that are decoded together."),
     fallback: bool = Option(
-        False, "--fallback", help="Retry unlikely windows at higher temperatures; skip silent ones."
+        False, "--fallback", help="Retry unlikely windows at higher temperatures; skip them if silent."
     ),
     context: bool = Option(False, "--context", help="Condition each window on the text before it."),
     max_new_tokens: int | None = Option(None, help="Token limit per window."),
@@ -63,9 +76,12 @@ def transcribe(
 
     Recordings that cannot be read are reported on stderr; the others are transcribed, and the exit code is 1.
     """
+    began = clock()
     recordings = find_recordings(files or [], demo=demo)
     name = ctx.params["model"] = choose_model(model, demo=demo)
     check_output(recordings, format, output_dir)
+    if format not in ("srt", "vtt"):
+        refuse_idle(ctx.params, LINES, "is for subtitles: pass --format srt or vtt")
     request = read_speech(ctx.params)
     if output_dir is not None:
         try:
@@ -81,16 +97,19 @@ def transcribe(
 
         transcriber = Transcriber.from_pretrained(request.target, request.draft, **request.loading)
         transcriber.generator.compile()
+    loaded = clock()
     are_read: list[bool] = []
     try:
-        for is_read in transcribe_all(transcriber, recordings, request.options, ctx.params):
-            are_read.append(is_read)
+        with libraries_silenced():
+            for is_read in transcribe_all(transcriber, recordings, request.options, ctx.params):
+                are_read.append(is_read)
     except KeyboardInterrupt:
         way = "leave these files out to resume (or pass --output-dir and --resume)"
         if output_dir is not None:
             way = "run the same command with --resume to resume"
         say(f"{len(are_read)} of {len(recordings)} recordings are done; {way}")
         raise
+    remark(f"{clock() - began:.1f} s in all, {loaded - began:.1f} s of them to load")
     return OK if all(are_read) else FAILED
 
 
@@ -112,7 +131,7 @@ def transcribe_all(
             found = list(islice(results, len(batch)))
         for name, out in zip(batch, found, strict=True):
             if out is not None:
-                show(name, rendered(name, out, params["format"]), params, headed=len(recordings) > 1)
+                show(name, rendered(name, out, params), params, headed=len(recordings) > 1)
             yield out is not None
         heard = [(name, out) for name, out in zip(batch, found, strict=True) if out is not None]
         if heard and len(recordings) > 1 and (params["stats"] or not is_quiet()):
@@ -147,17 +166,7 @@ def find_recordings(files: list[str], *, demo: bool) -> list[str]:
         raise OptionError("pass the recordings to transcribe, or --demo for the bundled ones")
     if demo:
         return [str(path) for path, _ in bundled_models.recordings()]
-    found: list[str] = []
-    for name in files:
-        if name == STDIN or not Path(name).is_dir():
-            found.append(name)
-            continue
-        from specdec.pipelines.speech.audio import sounds_in
-
-        if not (inside := sounds_in(Path(name))):
-            raise OptionError(f"the folder {name} has no wav, flac, mp3 or ogg file (a model is named with --model)")
-        found += map(str, inside)
-    return found
+    return files_among(files, SOUNDS)
 
 
 def choose_model(model: str | None, *, demo: bool) -> str:
@@ -194,7 +203,7 @@ def read_speech(params: Mapping[str, Any]) -> CommandRequest:
     read_draft(draft, "--draft")
     same = ("num_draft_tokens", "schedule", "max_new_tokens", "seed", "language", "task", "chunk_length")
     given = {SPEECH_FLAGS.get(name, name): value for name, value in passed(params, same).items()}
-    if params.get("words"):
+    if params.get("words") or params.get("max_words_per_line"):
         given["return_timestamps"] = "word"
     elif params.get("format", "text") != "text":
         given["return_timestamps"] = True
@@ -214,19 +223,16 @@ def show(name: str, content: str, params: Mapping[str, Any], *, headed: bool) ->
         except OSError as error:
             raise SpecdecError(f"{path} cannot be written ({error.strerror}): make room there") from None
         return
-    console = Console()
-    if headed and params["format"] == "text":
-        write(console, f"── {name} ──\n", PROMPT)
-    write(console, content)
+    print_text(content.removesuffix("\n"), name if headed and params["format"] == "text" else None)
 
 
-def rendered(name: str, out: Transcription, format: Format) -> str:
+def rendered(name: str, out: Transcription, params: Mapping[str, Any]) -> str:
     from specdec.pipelines.speech.subtitles import srt, vtt
 
-    if format == "text":
+    if params["format"] == "text":
         return out["text"].strip() + "\n"
-    if format != "json":
-        return (srt if format == "srt" else vtt)(out["chunks"])
+    if params["format"] != "json":
+        return (srt if params["format"] == "srt" else vtt)(out.cues, *(params[name] for name in LINES))
     facts = {
         "file": name,
         "text": out["text"],

@@ -592,6 +592,17 @@ def test_the_last_token_of_a_round_is_the_targets_own() -> None:
     assert shown(("a", 0), ("bcd", 2), ("ef", 1), terminal=False, show_draft=False) == "abcdef\n"
 
 
+def test_notes_speak_of_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each once, an option as its flag. (A note came for each model, with `dtype bfloat16` in it.)"""
+    with notes():
+        for _ in range(2):
+            logging.getLogger("specdec.x").info(
+                "slow (`dtype='bfloat16'`, or `max_new_tokens=`, `trust_remote_code=True`)"
+            )
+    expected = "note: slow (--dtype bfloat16, or --max-new-tokens, --trust-remote-code)\n"
+    assert capsys.readouterr().err == expected
+
+
 def test_notes_wait_for_the_end_of_a_text(capsys: pytest.CaptureFixture[str]) -> None:
     def rounds() -> Generator[Event, None, Generation]:
         yield Event("one ", [1], 0)

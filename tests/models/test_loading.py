@@ -464,7 +464,7 @@ def test_float16_becomes_float32_on_a_cpu(
     with caplog.at_level("INFO", logger="specdec"):
         target = load_model(folder, Loading(offload=offload))
     assert target.dtype == torch.float32
-    assert "stored in float16 and computes in float32" in caplog.text
+    assert "weights in float16 compute in float32" in caplog.text
     expected = SpecGenerator(load_model(folder, Loading(dtype="float32"))).generate([5, 7, 9], max_new_tokens=8)
     assert SpecGenerator(target).generate([5, 7, 9], max_new_tokens=8).sequences.tolist() == expected.sequences.tolist()
 

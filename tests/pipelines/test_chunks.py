@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdec.errors import OptionError
-from specdec.pipelines.summaries.chunks import chunked, sentences
+from specdec.pipelines.summaries.chunks import chunked, sentences, whole_sentences
 
 SPLITS = [
     ("One. Two! Three? Four", ["One. ", "Two! ", "Three? ", "Four"]),
@@ -27,6 +27,22 @@ SPLITS = [
 def letters(texts: Sequence[str]) -> list[int]:
     """A token per character and two around each text."""
     return [len(text) + 2 for text in texts]
+
+
+ENDS = [
+    ("It sat. It was wa", "It sat."),
+    ("It sat. It slept.", "It sat. It slept."),
+    ('He said "stop."', 'He said "stop."'),
+    ("Two points.\n\n- one\n- two\n- thr", "Two points.\n\n- one\n- two"),
+    ("`logprobs`, `logit_bias", "`logprobs`, `logit_bias"),
+    ("", ""),
+]
+
+
+@pytest.mark.parametrize(("text", "expected"), ENDS)
+def test_whole_sentences(text: str, expected: str) -> None:
+    """What a limit cut ends with its last sentence or line, if it has one. (Parts were merged with half words.)"""
+    assert whole_sentences(text) == expected
 
 
 @pytest.mark.parametrize(("text", "expected"), SPLITS)

@@ -20,7 +20,7 @@ Tom & Jerry
 a <b> -> c
 
 3
-01:02:06,000 --> 01:02:06,000
+01:02:06,000 --> 01:02:06,100
 open
 
 """
@@ -30,9 +30,9 @@ VTT = """WEBVTT
 Tom &amp; Jerry
 
 00:01:00.000 --> 01:02:05.040
-a &lt;b&gt; -&gt; c
+a &lt;b&gt; --&gt; c
 
-01:02:06.000 --> 01:02:06.000
+01:02:06.000 --> 01:02:06.100
 open
 
 """
@@ -42,6 +42,42 @@ def test_both_forms() -> None:
     """Numbered cues with commas, or a header, points and escapes; empty ones go, and no text looks like times."""
     assert (srt(CHUNKS), srt([])) == (SRT, "")
     assert (vtt(CHUNKS), vtt([])) == (VTT, "WEBVTT\n\n")
+
+
+WORDS = [
+    {"text": " So", "timestamp": (1.0, 1.2)},
+    {"text": " it", "timestamp": (1.2, 1.2)},
+    {"text": " <came>", "timestamp": (1.2, 2.0)},
+    {"text": " back.", "timestamp": (2.0, 2.0)},
+]
+CUES = [{"text": " So it <came> back.", "timestamp": (1.0, 2.0), "words": WORDS}]
+
+
+def test_words_stand_inside_the_cues() -> None:
+    """Each has its time where one may stand: after the word before, and before the end. (A word was a cue.)"""
+    begin = "00:00:01.000 --> 00:00:02.000\n"
+    assert vtt(CUES) == f"WEBVTT\n\n{begin}So <00:00:01.200>it &lt;came&gt; back.\n\n"
+    assert srt(CUES) == "1\n00:00:01,000 --> 00:00:02,000\nSo it <came> back.\n\n"
+
+
+def test_no_cue_is_without_length() -> None:
+    """(`setting` was there from 56.2 to 56.2 seconds, and players drop that.)"""
+    setting = {"text": " setting", "timestamp": (56.2, 56.2)}
+    assert vtt([setting]) == "WEBVTT\n\n00:00:56.200 --> 00:00:56.300\nsetting\n\n"
+    assert "00:00:02,000 --> 00:00:02,100\nback." in srt(CUES, words=1)
+
+
+def test_lines_are_short() -> None:
+    """Lines break before the word that is too long for them, cues after so many words; words stay whole."""
+    text = [{"text": " It was a considerable time ago", "timestamp": (0.0, 3.0)}]
+    lines = srt(text, width=10).splitlines()[2:-1]
+    assert lines == ["It was a", "considerable", "time ago"]
+    assert srt(CUES, width=8).splitlines()[2:-1] == ["So it", "<came>", "back."]
+    cues = srt(CUES, words=3).split("\n\n")
+    assert cues == ["1\n00:00:01,000 --> 00:00:02,000\nSo it <came>", "2\n00:00:02,000 --> 00:00:02,100\nback.", ""]
+    assert "<00:00:01.200>it\n&lt;" in vtt(CUES, width=8)
+    characters = [{"text": one, "timestamp": (i, i + 1)} for i, one in enumerate("日本語")]
+    assert "日本\n語" in srt([{"text": "日本語", "timestamp": (0, 3), "words": characters}], width=2)
 
 
 BEGIN = 100

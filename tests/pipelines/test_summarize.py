@@ -9,7 +9,7 @@ from specdec import SpecGenerator
 from specdec.decoding.noise import fold
 from specdec.errors import OptionError, SpecdecError
 from specdec.pipelines import Summarizer
-from specdec.pipelines.summaries.chunks import chunked
+from specdec.pipelines.summaries.chunks import chunked, whole_sentences
 from tests.pipelines.models import CHAT, FAMILIES, NEW, UNPRINTABLE, model, tokenizer, written
 from tests.tiny import silent
 
@@ -91,8 +91,8 @@ def test_decoder_only_targets(template: str | None) -> None:
     expected = []
     for text in TEXTS:
         prompt = {
-            None: f"Summarize the following text.\n\n{text}\n\nSummary:",
-            "chat": f"<user>Summarize the following text.\n\n{text}|<assistant>",
+            None: f"Summarize the following text in at most 7 words.\n\n{text}\n\nSummary:",
+            "chat": f"<user>Summarize the following text in at most 7 words.\n\n{text}|<assistant>",
         }.get(template, f"T: {text} {{in one line}}:")
         new = written(target, words(prompt)["input_ids"], max_new_tokens=NEW)
         expected.append({"summary_text": words.decode(new, skip_special_tokens=True)})
@@ -132,7 +132,7 @@ def test_token_ids(family: str) -> None:
     words = tokenizer(ends=family == "t5")
     summarize = Summarizer(model(family), tokenizer=words)
     for text, found in zip(TEXTS, summarize.summarize(TEXTS, max_length=NEW).documents, strict=True):
-        prompt = words(summarize.template.replace("{text}", text))["input_ids"]
+        prompt = words(summarize.template.replace("{words}", "7").replace("{text}", text))["input_ids"]
         limit = {"max_length": NEW} if family == "t5" else {"max_new_tokens": NEW}
         start = [1] if family == "t5" else []
         assert found.token_ids[0].tolist() == start + written(summarize.generator.target.model, prompt, **limit)
@@ -170,7 +170,7 @@ def test_long_texts(family: str) -> None:
     pieces = chunked(LONG, 150, lambda texts: [len(words(f"s: {t}")["input_ids"]) for t in texts])
     assert len(pieces) > 3
     assert all(piece.endswith(".") for piece in pieces)
-    last = read(" ".join(read(piece).strip() for piece in pieces))
+    last = read(" ".join(whole_sentences(read(piece).strip()) for piece in pieces))
     short = read(TEXTS[0])
     for draft in ("none", "itself", "suffix", "hybrid"):
         summarize = Summarizer(target, draft_of(draft, family, target), tokenizer=words)
@@ -191,15 +191,44 @@ def test_long_texts_of_decoder_only_targets(chat: bool) -> None:
     summarize = Summarizer(target, "suffix", tokenizer=words)
     generate = summarize.generator.generate
     summarize.generator.generate = lambda rows, **options: prompts.extend(rows) or generate(rows, **options)
-    found = summarize.summarize([LONG], max_new_tokens=45, **CLEAN).documents[0]
+    found = summarize.summarize([LONG], max_new_tokens=40, **CLEAN).documents[0]
     assert len(found.parts) > 2
     assert found.parts == sorted(set(found.parts), reverse=True)
     assert found.parts[-1] == 1
-    assert max(map(len, prompts)) <= 200 - 45
+    assert max(map(len, prompts)) <= 200 - 40
     sent = [words.decode(row) for row in prompts]
     assert all(text.endswith("|<assistant>" if chat else "\n\nSummary:") for text in sent)
-    plain = Summarizer(target, tokenizer=words).summarize([LONG], max_new_tokens=45, **CLEAN).documents[0]
+    plain = Summarizer(target, tokenizer=words).summarize([LONG], max_new_tokens=40, **CLEAN).documents[0]
     assert plain.texts == found.texts
+
+
+def test_parts_are_read_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Side by side, and what their prompts have in common, once."""
+    target, before = model("llama"), "Be brief. " * 20
+    summarize = Summarizer(target, None, tokenizer=tokenizer(), template=before + "{text}", chunk_tokens=350)
+    read, forward = [], target.forward
+    monkeypatch.setattr(target, "forward", lambda **given: read.append(given["input_ids"].shape) or forward(**given))
+    [document] = summarize.summarize([LONG], max_new_tokens=2, **CLEAN).documents
+    parts = document.parts[0]
+    assert parts > 4
+    assert (parts - 1) in [rows for rows, _ in read]
+    assert sum(rows * length for rows, length in read) < len(LONG) + 3 * len(before)
+
+
+def test_what_was_cut_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """Parts and summaries that end by length were merged and returned without a word."""
+    summarize = summarizer("t5", most=150)
+    found = summarize.summarize([LONG], max_new_tokens=NEW, eos_token_id=[], **CLEAN)
+    [parts, _] = found.documents[0].parts
+    assert f"{parts} of {parts} summaries of parts are cut at {NEW} tokens: raise `max_new_tokens=`" in caplog.text
+    assert f"1 of 1 summaries are cut at {NEW} tokens" in caplog.text
+
+
+def test_drafts_copy_by_default() -> None:
+    """Also in Python, as on the command line; None is none. (There was none by default.)"""
+    words = tokenizer(ends=True)
+    assert "suffix" in repr(Summarizer(model("t5"), tokenizer=words).generator.draft).lower()
+    assert Summarizer(model("t5"), None, tokenizer=words).generator.draft is None
 
 
 def test_the_models_own_positions() -> None:
@@ -226,8 +255,9 @@ def test_truncation() -> None:
     summarize = Summarizer(target, tokenizer=words)
     text = " ".join([LONG] * 3)
     found = summarize.summarize([text], truncation=True, max_new_tokens=NEW).documents[0]
-    first = chunked(text, 512 - NEW, lambda ts: [len(summarize.template) - 6 + len(t) for t in ts], even=False)[0]
-    new = written(target, words(summarize.template.replace("{text}", first))["input_ids"], max_new_tokens=NEW)
+    template = summarize.template.replace("{words}", "7")
+    first = chunked(text, 512 - NEW, lambda ts: [len(template) - 6 + len(t) for t in ts], even=False)[0]
+    new = written(target, words(template.replace("{text}", first))["input_ids"], max_new_tokens=NEW)
     assert (found.parts, found.texts) == ([1], [words.decode(new, skip_special_tokens=True)])
 
 
@@ -276,7 +306,7 @@ def test_calls_that_make_no_sense(documents: Any, options: dict[str, Any], words
     ("new", "words"),
     [
         (512, "512 new tokens leave no room for a text"),
-        (500, "12 tokens leave no room for text, since the template takes 41"),
+        (500, "12 tokens leave no room for text, since the template takes 62"),
     ],
 )
 def test_lengths_that_leave_no_room(new: int, words: str) -> None:

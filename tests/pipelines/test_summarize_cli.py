@@ -39,9 +39,9 @@ def summarize(folder: Path, capsys: pytest.CaptureFixture[str]) -> Any:
     """Runs `specdec summarize` on files of the folder: exit code, stdout, stderr."""
 
     def call(*arguments: str, model: str | None = "target") -> tuple[int, str, str]:
-        named = [str(folder / a) if (folder / a).is_file() else a for a in arguments]
+        named = [str(folder / a) if (folder / a).exists() else a for a in arguments]
         own = ["--model", str(folder / model)] if model else []
-        code = run_command(["summarize", *named, *own, "--max-new-tokens", str(NEW), "--set", CLEAN])
+        code = run_command(["summarize", *named, *own, "--max-new-tokens", str(NEW), "--set", CLEAN, "-q"])
         return code, *capsys.readouterr()
 
     return call
@@ -68,6 +68,20 @@ def test_several_files(summarize: Any, expected: dict[str, str], folder: Path) -
     out = "".join(f"── {name} ──\n{text}\n" for name, text in zip(names, texts, strict=True))
     assert summarize(*names) == (0, out, "")
     assert summarize(*names, "--batch-size", "1") == (0, out, "")
+
+
+def test_folders(expected: dict[str, str], folder: Path, tmp_path: Path, called: Any) -> None:
+    """Their texts are summarized, unreadable ones told and left out. (A folder was an error, and one ended all.)"""
+    inside = tmp_path / "texts" / "more"
+    inside.mkdir(parents=True)
+    for name, content in (("a.MD", TEXT.encode()), ("b.txt", b"\xff"), ("more/c.rst", TEXT.encode()), ("d.py", b"x")):
+        (inside.parent / name).write_bytes(content)
+    flags = ["--model", folder / "target", "--max-new-tokens", NEW, "--set", CLEAN]
+    out, err = called("summarize", inside.parent, *flags, code=1)
+    names = [inside.parent / "a.MD", inside / "c.rst"]
+    assert out == "".join(f"── {name} ──\n{expected[TEXT]}\n" for name in names)
+    assert "b.txt is not text in UTF-8" in err
+    assert f"note: 2 of 2 summaries are cut at {NEW} tokens: raise --max-new-tokens" in err
 
 
 def test_stdin(summarize: Any, expected: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +149,7 @@ ERRORS = [
     (["-"], "error: standard input is empty: there is nothing to summarize\n"),
     ([], "no file was named: pass FILE, - to read stdin, or --demo for bundled texts"),
     (["no-such-file.txt"], "no-such-file.txt cannot be read"),
-    (["."], "cannot be read"),
+    (["target"], "target has no txt, md or rst file (a model is named with --model)"),
     (["empty.txt"], "empty.txt is empty: there is nothing to summarize"),
     (["latin.txt"], "latin.txt is not text in UTF-8"),
     (["binary"], "binary contains zero bytes, so it is no text file"),

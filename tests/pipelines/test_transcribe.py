@@ -10,8 +10,9 @@ from transformers import PreTrainedModel, WhisperForCausalLM, WhisperProcessor, 
 
 from specdec import OptionError, SpecGenerator, Transcriber, UnsupportedError
 from specdec.options import bundled_models
-from specdec.pipelines.speech.audio import read_audio
-from specdec.pipelines.speech.whisper import Whisper
+from specdec.pipelines.speech.audio import read_audio, window_features
+from specdec.pipelines.speech.settings import SpeechSettings
+from specdec.pipelines.speech.whisper import Evidence, Whisper
 from specdec.pipelines.speech.windows import Track, window_segments
 from tests.speech import RATE, processor, settings, speech, whisper
 from tests.tiny import tiny
@@ -183,13 +184,14 @@ def test_the_package_s_own_pair(options: dict[str, Any]) -> None:
 def test_silent_windows_are_skipped(draft: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the text is unlikely and silence likely enough, as in transformers: no window, some, all."""
     heard: list[float] = []
-    listen = Whisper.silence
+    listen = Whisper.evidence
 
-    def silence(*args: Any) -> list[float]:
-        heard.extend(found := listen(*args))
+    def evidence(*args: Any) -> Evidence:
+        heard.append((found := listen(*args)).silence)
         return found
 
-    monkeypatch.setattr(Whisper, "silence", silence)
+    monkeypatch.setattr(Whisper, "evidence", evidence)
+    monkeypatch.setattr("specdec.pipelines.speech.settings._FEW", 0)  # transformers has no rule for short texts
     model, sound = whisper(0, **LIKELY), speech(3.3)
     model.proj_out.register_forward_hook(lambda m, a, out: out * 0.35)
     options = {**EN, "return_timestamps": True, "temperature": 0.0, "logprob_threshold": -0.2}
@@ -201,6 +203,57 @@ def test_silent_windows_are_skipped(draft: str | None, monkeypatch: pytest.Monke
         assert ours(model, sound, helper, **options, no_speech_threshold=threshold) == expected
         assert (expected == []) == (skipped == "all")
         assert len(expected) < len(everything)
+
+
+@pytest.mark.parametrize("draft", [None, "own encoder"])
+def test_silence_has_no_text(draft: str | None) -> None:
+    """Also where the text is likely, by default. (Eight seconds of zeros, and 0.04 s of sound, were "you".)"""
+    model, short = whisper(0, stamps=-30.0), {**EN, "max_new_tokens": 6}
+    silence = torch.zeros(model.config.vocab_size)
+    silence[PARTS.tokenizer.convert_tokens_to_ids("<|nospeech|>")] = 30.0
+    helper = None if draft is None else DRAFTS[draft](model)
+    assert (text := ours(model, speech(0.5), helper, **short))
+    model.proj_out.register_forward_hook(lambda module, args, output: output + silence)
+    for sound in (speech(0.5), np.zeros(RATE // 25, np.float32)):
+        assert ours(model, sound, helper, **short) == ours(model, sound, helper, **short, return_timestamps=True) == []
+    assert ours(model, speech(0.5), helper, **short, no_speech_threshold=1.0) == text
+
+
+HEARD = [
+    # silence, mean log-probability, whether there is no speech; by Whisper base and tiny.en
+    *((0.93, -0.45, True), (0.95, -0.38, True), (0.93, -0.88, True), (0.89, -0.79, True)),  # zeros, a hum, 0.04 s
+    *((0.77, -1.78, False), (0.7, -1.06, False), (0.34, -0.21, False), (0.51, -1.71, False)),  # digits, quiet, noisy
+]
+
+
+@pytest.mark.parametrize(("silence", "log_prob", "expected"), HEARD)
+def test_silence_is_told_from_speech(silence: float, log_prob: float, expected: bool) -> None:
+    """The likelier silence is, the likelier the text must be."""
+    rule = SpeechSettings()
+    assert rule.may_skip(8, None)
+    assert rule.skips(Evidence(silence, log_prob), 8, None) == expected
+    assert not rule.may_skip(9, None)
+
+
+@pytest.mark.parametrize("stamps", [False, True])
+def test_evidence_is_in_the_scores(stamps: bool) -> None:
+    """What one pass over the text tells is what decoding saw, timestamps left out."""
+    transcriber = Transcriber(model := whisper(0, stamps=-30.0), processor=PARTS)
+    heard = Whisper(transcriber.generator.target, PARTS.tokenizer)
+    sound = {"input_features": window_features(speech(0.5), PARTS.feature_extractor)[None]}
+    encoding = heard.model.encode(sound)
+    [prompt] = heard.prompts(encoding, language="en", task=None, timestamps=[stamps])
+    how = {"decoder_input_ids": [prompt], "max_new_tokens": 6, "output_scores": True}
+    out = transcriber.generator.generate(**sound, **how)
+    [tokens] = out.new_tokens()
+    evidence = heard.evidence(encoding, prompt, len(prompt), tokens)
+    log_probs = [float(s[0].log_softmax(-1)[t]) for s, t in zip(out.scores, tokens, strict=True)]
+    assert evidence.log_prob == pytest.approx(sum(log_probs) / len(log_probs), abs=1e-4)
+    with torch.no_grad():
+        first = model(encoder_outputs=(encoding.hidden,), decoder_input_ids=torch.tensor([prompt[:1]])).logits[0, 0]
+    token = PARTS.tokenizer.convert_tokens_to_ids("<|nospeech|>")
+    assert evidence.silence == pytest.approx(float(first.softmax(-1)[token]))
+    assert model.generation_config.suppress_tokens
 
 
 @pytest.mark.parametrize("rule", [{"compression_ratio_threshold": 1.1}, {"logprob_threshold": -0.4}])
@@ -330,6 +383,24 @@ def test_words_equal_the_pipeline(options: dict[str, Any], draft: str | None) ->
         assert mine["timestamp"] == pytest.approx(other["timestamp"], abs=0.021)
 
 
+@pytest.mark.parametrize("chunked", [False, True])
+def test_words_stand_in_cues(chunked: bool) -> None:
+    """Those of a segment together, or of chunks, which overlap, those of a sentence; no word is lost or twice."""
+    decode = PARTS.tokenizer.decode
+    broken = [i for i in range(256) if not (decode([i]).isascii() and decode([i]).isprintable())]  # parts of characters
+    transcriber = Transcriber(target(3), processor=PARTS, suppress_tokens=broken, **EN)
+    options = {"chunk_length_s": 1.0} if chunked else {}
+    out = transcriber(speech(2.8, seed=3), return_timestamps="word", **options)
+    assert [word for cue in out.cues for word in cue["words"]] == out["chunks"]
+    assert "".join(cue["text"] for cue in out.cues) == out["text"]
+    if not chunked:
+        segments = transcriber(speech(2.8, seed=3), return_timestamps=True)
+        texts = [cue["text"] for cue in segments.cues]
+        assert sum(cue["text"] in texts for cue in out.cues) > len(texts) / 2  # a word may span two segments
+        assert segments.cues == segments["chunks"]
+    assert transcriber(speech(0.5)).cues == []
+
+
 def test_words_need_heads() -> None:
     """A checkpoint that does not name aligning heads says so."""
     model = whisper(0)
@@ -442,7 +513,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"return_timestamps": "char"}, "return_timestamps"),
     ({"temperature": -1.0}, "temperature"),
     ({"temperature": ()}, "temperature"),
-    ({"no_speech_threshold": 0.5}, "logprob_threshold"),
     ({"prompt_condition_type": "all-segments"}, "condition_on_prev_tokens"),
     ({"prompt_condition_type": "some"}, "first-segment"),
     ({"prompt_ids": [5] * 47}, "no room"),

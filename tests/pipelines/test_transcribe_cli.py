@@ -56,6 +56,7 @@ def test_text(folder: Path, typed: Any) -> None:
         code, out, err = typed("short.wav", draft=draft)
         assert (code, out) == (0, text + "\n")
         assert "0.8 s of sound" in err
+        assert err.endswith(" s of them to load")  # nothing told this time
         assert ("mean acceptance length" in err) == draft
     code, out, err = typed("short.wav", "long.wav", "--batch-size", "2", "--quiet")
     assert (code, err) == (0, "")
@@ -153,10 +154,39 @@ def test_one_bad_recording(batch_size: str, folder: Path, tmp_path: Path, typed:
     code, out, err = typed(good[0], bad, "nowhere.wav", good[1], *flags)
     assert code == 1
     assert [json.loads(line)["file"] for line in out.splitlines()] == good
-    assert "bad.wav cannot be read as sound" in err
+    assert "bad.wav is not sound" in err
     assert "error: `FILE` must be the name of a sound file, got 'nowhere.wav': there is no such file" in err
     assert all(name in part for name, part in zip(good, err.split(" s of sound in "), strict=False))
     assert typed(bad, "--quiet")[:2] == (1, "")
+
+
+def test_cues_are_cut_as_asked(folder: Path, typed: Any) -> None:
+    """--max-words-per-line times words by itself; --max-line-width breaks lines; neither is for text."""
+    out = typed("long.wav", "--format", "srt", "--max-words-per-line", "1", "--quiet")[1]
+    words = expected(folder, "long.wav", return_timestamps="word")["chunks"]
+    assert out.count(" --> ") == sum(bool(word["text"].strip()) for word in words) > 1
+    assert "> --" not in (vtt := typed("long.wav", "--format", "vtt", "--words", "--quiet")[1])
+    assert "<00:00:0" in vtt
+    lines = typed("long.wav", "--format", "vtt", "--max-line-width", "1", "--quiet")[1].splitlines()
+    assert all(" " not in line for line in lines if " --> " not in line)
+    code, _, err = typed("long.wav", "--max-line-width", "40")
+    assert (code, "--max-line-width is for subtitles: pass --format srt or vtt" in err) == (2, True)
+
+
+def test_lines_of_decoder_libraries_stay_off_the_screen(
+    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """mpg123 wrote `Note: Illegal Audio-MPEG-Header` about text and `Warning: Xing stream size` about a cut file."""
+    cut, text = tmp_path / "cut.mp3", tmp_path / "text.mp3"
+    soundfile.write(cut, speech(3.0), RATE)
+    cut.write_bytes(cut.read_bytes()[:3000])
+    text.write_text("no sound " * 200)
+    model = ["--model", str(folder / "model"), "--max-new-tokens", "12"]
+    assert run_command(["transcribe", str(cut), str(text), *model]) == 1
+    err = capfd.readouterr().err
+    assert "text.mp3 is not sound" in err
+    assert "s of sound in" in err
+    assert not [line for line in err.splitlines() if "Header" in line or "Xing" in line]
 
 
 def test_what_goes_wrong_is_told(folder: Path, tmp_path: Path, typed: Any) -> None:

@@ -192,14 +192,14 @@ def _read(name: str, how: Loading, argument: str) -> Any:
         places = device_map(how, kind, config)
         text = None if _WHOLE & how.given.keys() else part_class(kind, config, reads_text=True)
         reader = text or kind
-        options: dict[str, Any] = {**hub, **_numbers(name, how, config, quantizer), "use_safetensors": True}
+        options: dict[str, Any] = {**hub, **_numbers(how, config, quantizer), "use_safetensors": True}
         options |= {"config": config, "output_loading_info": True, "offload_folder": folder}
         options["device_map"] = how.device_map if places is None or quantizer.converts else places
         # a copy, as transformers replaces strings in it
         options["max_memory"] = how.max_memory and dict(how.max_memory)
         model, info = reader.from_pretrained(name, **options)
         if options["dtype"] == "auto" and _widens(model.dtype, config, how):  # the config had no dtype
-            options["dtype"] = _widened(name, config)
+            options["dtype"] = _widened(config)
             model = None
             model, info = reader.from_pretrained(name, **options)
         if text is not None:
@@ -228,7 +228,7 @@ def _stored_quantizer(name: str, config: Any, how: Loading) -> StoredIntegers | 
 def _read_gguf(name: str, how: Loading) -> Any:
     """The model of a GGUF file, on its devices."""
     file = GgufFile(name, str(how.gguf_file), how.revision)
-    dtype = _numbers(name, how, file.config, Quantizer())["dtype"]
+    dtype = _numbers(how, file.config, Quantizer())["dtype"]
     packs = how.backend != "eager" and _computes_on_cpu(how)
     model = file.read(file.dtype if dtype == "auto" else dtype, packs=packs, rounds=how.activations != "float")
     to_devices(model, how)
@@ -239,7 +239,7 @@ def _read_packed(name: str, config: Any, how: Loading) -> Any:
     """The model of a packed folder, on its devices."""
     refuse_rounding(name, "packed", how)
     packs = how.backend != "eager" and _computes_on_cpu(how) and kernels.available()
-    dtype = None if how.dtype == "auto" else _numbers(name, how, config, Quantizer())["dtype"]
+    dtype = None if how.dtype == "auto" else _numbers(how, config, Quantizer())["dtype"]
     packs = packs and (dtype or config.dtype) in kernels.FLOATS.values()
     rounds = how.activations != "float"
     model = read_packed(name, config, dtype, revision=how.revision, packs=packs, rounds=rounds)
@@ -264,11 +264,11 @@ def save_loaded(source: str, folder: Path, how: Loading) -> None:
     save_packed(model, folder)
 
 
-def _numbers(name: str, how: Loading, config: Any, quantizer: Quantizer) -> dict[str, Any]:
+def _numbers(how: Loading, config: Any, quantizer: Quantizer) -> dict[str, Any]:
     """The dtype and quantization arguments of `from_pretrained`."""
     dtype = how.dtype if how.dtype == "auto" or isinstance(how.dtype, torch.dtype) else getattr(torch, how.dtype)
     if dtype == "auto" and _widens(config.dtype or config.get_text_config().dtype, config, how):
-        dtype = _widened(name, config)
+        dtype = _widened(config)
     quantized = quantizer.config((config.dtype or torch.float32) if dtype == "auto" else dtype)
     return {"dtype": dtype} if quantized is None else {"dtype": dtype, "quantization_config": quantized}
 
@@ -279,13 +279,12 @@ def _widens(stored: torch.dtype | None, config: Any, how: Loading) -> bool:
     return stored == torch.float16 and plain and _computes_on_cpu(how)
 
 
-def _widened(name: str, config: Any) -> torch.dtype:
+def _widened(config: Any) -> torch.dtype:
     """Logs that float16 weights load in float32, and returns that; `hearing` tells what it makes of speech."""
     _log.log(
         logging.DEBUG if config.model_type == "whisper" else logging.INFO,
-        "%s is stored in float16 and computes in float32, with the same numbers: CPUs are slow in float16 "
-        "(dtype bfloat16 takes half the memory, dtype float16 keeps it as it is)",
-        name,
+        "weights in float16 compute in float32, with the same numbers: CPUs are slow in float16 "
+        "(`dtype='bfloat16'` takes half the memory, `dtype='float16'` keeps them as they are)",
     )
     return torch.float32
 

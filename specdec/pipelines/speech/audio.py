@@ -24,7 +24,6 @@ _INSTALL = "pip install -e '.[audio]'"
 READERS = ("soundfile", "soxr")
 _KINDS = "a file name, bytes, a binary file, an array, or a mapping of `array` and `sampling_rate`"
 _FORMATS = "wav, flac, mp3 and ogg can be read: convert others first, for example with ffmpeg"
-SUFFIXES = (".wav", ".flac", ".mp3", ".ogg")
 
 _FRAMES = 6000  # frames at a time
 
@@ -75,11 +74,6 @@ def read_audio(source: Any, rate: int) -> Audio:
     return Audio(_mono(source), rate)
 
 
-def sounds_in(folder: Path) -> list[Path]:
-    """All sound files in a folder and its subfolders, by their endings."""
-    return sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
-
-
 def _from_mapping(source: Mapping[str, Any], rate: int) -> Audio:
     """Sound in the form of datasets and transformers; `path` is ignored, other fields are kept in `extra`."""
     samples = source.get("raw", source.get("array"))
@@ -123,11 +117,15 @@ def sound_file(source: Any, name: str) -> Iterator[Any]:
     except ImportError:
         raise SpecdecError(f"reading sound files needs soundfile: {_INSTALL}") from None
     try:
-        with soundfile.SoundFile(source) as file:
+        file = soundfile.SoundFile(source)
+    except (soundfile.SoundFileError, TypeError, RuntimeError):  # the reasons of soundfile are wrong for mp3 files
+        raise OptionError(f"{name} is not sound, or of a kind that cannot be read: {_FORMATS}") from None
+    with file:
+        try:
             yield file
-    except (soundfile.SoundFileError, TypeError, RuntimeError) as error:
-        reason = str(error).rpartition(": ")[2].strip().rstrip(".") or type(error).__name__
-        raise OptionError(f"{name} cannot be read as sound ({reason}): {_FORMATS}") from None
+        except (soundfile.SoundFileError, RuntimeError) as error:
+            reason = str(error).rpartition(": ")[2].strip().rstrip(".") or type(error).__name__
+            raise OptionError(f"{name} is damaged ({reason}): repair it, for example with ffmpeg") from None
 
 
 def _decoded(source: Any, name: str, rate: int) -> Samples:

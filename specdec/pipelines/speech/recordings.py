@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ from specdec.models.hf.private_api import transcript
 from specdec.pipelines.speech.audio import long_features, read_audio, window_features
 from specdec.pipelines.speech.whisper import FRAME_SECONDS, Whisper
 from specdec.pipelines.speech.windows import Track
+from specdec.pipelines.summaries.chunks import sentences
 
 Chunks = list[dict[str, Any]]
 
@@ -118,6 +121,24 @@ class Recording:
             chunks = found.get("chunks", [])
         shown = {"chunks": chunks} if timestamps or language else {}
         return {"text": text, **shown, **{name: [value] for name, value in self.extra.items()}}
+
+    def cues(self, whisper: Whisper, words: Chunks) -> Chunks:
+        """The words of each segment, or of each sentence where chunks overlap, as one chunk with its `words`."""
+        texts = sentences("".join(word["text"] for word in words))
+        if self.strides is None:
+            texts = [whisper.decode(segment.tokens) for track in self.tracks for segment in track.segments]
+        ends, cues, length = list(accumulate(map(len, texts))), dict[int, Chunks](), 0
+        for word in words:
+            cues.setdefault(bisect_right(ends, length), []).append(word)
+            length += len(word["text"])
+        return [
+            {
+                "timestamp": (cue[0]["timestamp"][0], cue[-1]["timestamp"][1]),
+                "text": "".join(word["text"] for word in cue),
+                "words": cue,
+            }
+            for cue in cues.values()
+        ]
 
     def _segments(self, whisper: Whisper, timestamps: bool, language: bool) -> tuple[str, Chunks]:
         """The only track's segments as chunks; without timestamps its text is one chunk."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from specdec.errors import OptionError
 from specdec.options.fields import is_number, is_whole
-from specdec.pipelines.speech.whisper import Whisper
+from specdec.pipelines.speech.whisper import Evidence, Whisper
 
 FALLBACK: dict[str, Any] = {
     "temperature": (0.0, 0.2, 0.4, 0.6, 0.8, 1.0),
@@ -19,6 +19,9 @@ FALLBACK: dict[str, Any] = {
     "no_speech_threshold": 0.6,
 }
 """The reference's fallback for misheard windows; the ratio is transformers', which compresses ids, not text."""
+_SILENCE = 0.85  # zeros have 0.93, words spoken in a quarter of a second up to 0.84
+_FEW = 8  # tokens of a text that may be made of silence; asking about longer ones, too, would cost a pass each
+_DOUBT = 4.0  # a text of mean log-probability -1 needs a probability of silence of at most 0.8
 _FROM_CHECKPOINT = (
     *("return_timestamps", "compression_ratio_threshold", "logprob_threshold", "no_speech_threshold"),
     "condition_on_prev_tokens",
@@ -32,7 +35,8 @@ class SpeechSettings:
     Several values of `temperature` are tried in order until the text is accepted: its ids compress at most
     `compression_ratio_threshold` times, and its mean log-probability is at least `logprob_threshold`. Below the latter,
     a window whose probability of silence exceeds `no_speech_threshold` is skipped. Above temperature 0, tokens are
-    drawn by seed.
+    drawn by seed. A text of a few tokens is left out where silence is likelier than `no_speech_threshold` (0.85), and
+    than the text.
     """
 
     return_timestamps: bool | str | None = None
@@ -59,9 +63,19 @@ class SpeechSettings:
         ids, limit = b"".join(token.to_bytes(width, "little") for token in tokens), self.compression_ratio_threshold
         return self._unlikely(log_prob) or (limit is not None and len(ids) / len(zlib.compress(ids)) > limit)
 
-    def skips(self, silence: float | None, log_prob: float | None) -> bool:
-        limit = self.no_speech_threshold
-        return silence is not None and limit is not None and self._unlikely(log_prob) and silence > limit
+    def may_skip(self, words: int, log_prob: float | None) -> bool:
+        """Whether a text of so many tokens may be made of silence: it is short or unlikely."""
+        return 0 < words <= _FEW or (self.no_speech_threshold is not None and self._unlikely(log_prob))
+
+    def skips(self, evidence: Evidence, words: int, log_prob: float | None) -> bool:
+        """Whether such a text is left out, since silence is likelier.
+
+        The odds of silence weigh a short text's surprise. The paper's rule (section 4.5: silence above 0.6, the mean
+        log-probability below -1) has no weights: it keeps " you", which has -0.4 where silence has 0.95.
+        """
+        silence, limit = evidence.silence, self.no_speech_threshold
+        is_weighed = words <= _FEW and -evidence.log_prob * silence > _DOUBT * (1 - silence)
+        return silence > (_SILENCE if limit is None else limit) and (is_weighed or self._unlikely(log_prob))
 
     def _unlikely(self, log_prob: float | None) -> bool:
         return log_prob is not None and self.logprob_threshold is not None and log_prob < self.logprob_threshold
@@ -95,8 +109,6 @@ def speech_settings(given: Mapping[str, Any], whisper: Whisper) -> SpeechSetting
         raise OptionError.of("language", "one language for all inputs", settings.language)
     if not settings.temperatures or not all(isinstance(t, int | float) and t >= 0 for t in settings.temperatures):
         raise OptionError.of("temperature", "a number of at least 0, or several", settings.temperature)
-    if settings.no_speech_threshold is not None and settings.logprob_threshold is None:
-        raise OptionError("`no_speech_threshold` applies to unlikely texts: pass `logprob_threshold` with it")
     if settings.prompt_condition_type not in ("first-segment", "all-segments"):
         kinds = "'first-segment' or 'all-segments'"
         raise OptionError.of("prompt_condition_type", kinds, settings.prompt_condition_type)

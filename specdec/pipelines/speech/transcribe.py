@@ -36,12 +36,14 @@ _IGNORED = ("ignore_warning", "decoder_kwargs")  # of transformers' pipeline, ab
 class Transcription(dict[str, Any]):
     """`text`, and on request `chunks` of `text` and `timestamp`, as transformers' pipeline returns them.
 
-    Attributes: `segments` of each track (the recording, or each of its chunks) with their tokens; `finish_reasons`: why
+    Attributes: `cues`, the chunks as subtitles show them: segments, with `words` in them where words have times;
+    `segments` of each track (the recording, or each of its chunks) with their tokens; `finish_reasons`: why
     the text of each window with speech ended; `language`, or None where the prompt has none; `duration` of the
     recording in seconds; `stats` of the whole call; `seconds`: the call's time, divided among its recordings by
     duration.
     """
 
+    cues: list[dict[str, Any]]
     segments: list[list[Segment]]
     finish_reasons: list[str]
     language: str | None
@@ -285,6 +287,9 @@ class Transcriber:
                 "speech, pass `language=`, or a larger model",
                 stacklevel=2,
             )
+        found.cues = found.get("chunks", [])
+        if request.settings.return_timestamps == "word":
+            found.cues = recording.cues(self._whisper, found.cues)
         found.segments = [track.segments for track in recording.tracks]
         found.finish_reasons = [reason for track in recording.tracks for reason in track.finish_reasons]
         found.language = next((self._whisper.language(track.opening) for track in recording.tracks), None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,6 +19,13 @@ from specdec.models.language_model import LanguageModel
 
 TOKEN_SECONDS = 0.02  # of audio, between two timestamp tokens
 FRAME_SECONDS = 0.01
+
+
+class Evidence(NamedTuple):
+    """Of a window: the probability of no speech, and the mean log-probability of the text."""
+
+    silence: float
+    log_prob: float
 
 
 class Whisper:
@@ -130,13 +137,20 @@ class Whisper:
         return [token for token in row if token is not None]
 
     @torch.no_grad()
-    def silence(self, encoding: Encoding, prompts: Sequence[Sequence[int]], start: int) -> list[float]:
-        """The probability of no speech in each row, after its start token, which is `start` tokens before the end."""
-        ids = torch.tensor([list(prompt[: len(prompt) - start + 1]) for prompt in prompts], device=self.model.device)
+    def evidence(self, encoding: Encoding, prompt: Sequence[int], start: int, tokens: Sequence[int]) -> Evidence:
+        """How likely one row's `tokens` are, timestamps not counted, and silence in their place.
+
+        `start`: how many tokens before the prompt's end the start token is.
+        """
+        ids = torch.tensor([[*prompt, *tokens]], device=self.model.device)
         heard = BaseModelOutput(last_hidden_state=encoding.hidden)
-        logits = self.model.model(encoder_outputs=heard, decoder_input_ids=ids).logits[:, -1]
-        found: list[float] = logits.float().softmax(-1)[:, self.timestamp_begin - 2].tolist()
-        return found
+        logits = self.model.model(encoder_outputs=heard, decoder_input_ids=ids[:, :-1]).logits[0].float()
+        silence = logits[len(prompt) - start].softmax(-1)[self.timestamp_begin - 2]
+        logits[:, self.setting("suppress_tokens") or []] = -torch.inf
+        logits[len(prompt) - 1, self.setting("begin_suppress_tokens") or []] = -torch.inf
+        words = [i for i, token in enumerate(tokens, len(prompt)) if token < self.timestamp_begin]
+        log_probs = logits[[i - 1 for i in words]].log_softmax(-1)[range(len(words)), ids[0, words]]
+        return Evidence(float(silence), float(log_probs.mean()))
 
     def timestamp_rules(self, begin: int) -> Timestamps:
         """The processor that keeps timestamps in pairs and in order, for text that begins after `begin` tokens.

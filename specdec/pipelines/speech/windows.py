@@ -230,9 +230,6 @@ class Listener:
     def _heard(self, batch: _Batch) -> list[_Heard]:
         """The decoded text of each row, at the first temperature whose text is accepted, else at the last."""
         s = self._settings
-        silence: list[float] | list[None] = [None] * len(batch.tracks)
-        if s.no_speech_threshold is not None:
-            silence = self._whisper.silence(batch.encoding, batch.prompts, len(batch.tracks[0].opening))
         found: dict[int, _Heard] = {}
         pending = list(range(len(batch.tracks)))
         for temperature in s.temperatures:
@@ -242,13 +239,22 @@ class Listener:
             reasons = self.stats[-1].finish_reasons
             for i, (row, tokens) in enumerate(zip(pending, out.new_tokens(), strict=True)):
                 log_prob = None if s.logprob_threshold is None else _mean_log_prob(out, i, tokens, temperature)
-                found[row] = _Heard(tokens, reasons[i], temperature, s.skips(silence[row], log_prob))
+                found[row] = _Heard(tokens, reasons[i], temperature, self._is_silent(part, i, tokens, log_prob))
                 if not found[row].skip and s.distrusts(tokens, log_prob, self._whisper.model.vocab_size):
                     again.append(row)
             pending = again
             if not pending:
                 break
         return [found[row] for row in range(len(batch.tracks))]
+
+    def _is_silent(self, batch: _Batch, row: int, tokens: Sequence[int], log_prob: float | None) -> bool:
+        """Whether silence is likelier than a row's text, which costs a pass where the text may be made of it."""
+        whisper, prompt = self._whisper, batch.prompts[row]
+        words = sum(token < whisper.end for token in tokens)
+        if whisper.setting("no_timestamps_token_id") is None or not self._settings.may_skip(words, log_prob):
+            return False
+        evidence = whisper.evidence(batch.encoding.select([row]), prompt, len(batch.tracks[row].opening), tokens)
+        return self._settings.skips(evidence, words, log_prob)
 
     def _generate(self, batch: _Batch, temperature: float) -> Generation:
         options = options_at(temperature, self._options, self._settings)

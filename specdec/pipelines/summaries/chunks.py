@@ -16,6 +16,7 @@ _ABBREVIATION = re.compile(
     r"(?:^|[\s(\[\"'“‘])(?:[^\W\d_](?:\.\w)*|Mrs?|Ms|Dr|Prof|Rev|Gen|Sen|Rep|Lt|Col|Capt|St|Mt|Jr|Sr|vs|cf|ca|approx|al|et|"
     r"Fig|fig|Eq|No|no|Vol|vol|pp|Inc|Ltd|Corp|Co|Jan|Feb|Mar|Apr|Aug|Sept?|Oct|Nov|Dec)\.\s+$"
 )
+_WHOLE = re.compile(r"""[.!?…。！？]["'”’»)\]」』）]*$""")
 _BREAKS = (re.compile(r"\n"), re.compile(r"\s"))
 
 
@@ -30,6 +31,13 @@ def sentences(text: str) -> list[str]:
             found.append(text[begin : end.end()])
             begin = end.end()
     return [*found, text[begin:]] if begin < len(text) else found
+
+
+def whole_sentences(text: str) -> str:
+    """A text that was cut, up to its last whole sentence or line; all of it where none is whole."""
+    if _WHOLE.search(text.rstrip()):
+        return text
+    return max("".join(sentences(text)[:-1]), text.rpartition("\n")[0], key=len).rstrip() or text
 
 
 def _goes_on(text: str, begin: int, end: re.Match[str]) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -16,18 +18,21 @@ from specdec.errors import OptionError, SpecdecError
 from specdec.generator.generator import SpecGenerator
 from specdec.generator.inputs.pictures import chat_ids, has_template
 from specdec.generator.tokenizers import decode, ids_of
-from specdec.options.fields import check_whole
+from specdec.options.fields import COPYING, check_whole
 from specdec.options.generate import Options
-from specdec.options.load import check_loaded
+from specdec.options.load import AUTO, check_loaded
 from specdec.pipelines.checks import refuse_outputs
-from specdec.pipelines.summaries.chunks import chunked
+from specdec.pipelines.summaries.chunks import chunked, whole_sentences
 
 BATCH = 8  # prompts decoded together
 TASK = "summarization"
-PLACE = "{text}"
-INSTRUCTION = f"Summarize the following text.\n\n{PLACE}"
+PLACE, WORDS = "{text}", "{words}"
+INSTRUCTION = f"Summarize the following text in at most {WORDS} words.\n\n{PLACE}"
+_WORDS_PER_TOKEN = 0.6  # fewer than there are, so that a summary ends before its limit
 _POSITIONS = ("max_encoder_position_embeddings", "max_position_embeddings", "n_positions", "max_seq_len")
 _UNKNOWN = 10**9  # tokenizers without a limit return a larger number
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -72,19 +77,22 @@ class _Plan:
 class Summarizer:
     """Summarises texts with a target and a draft; the summaries are those of the target alone.
 
-    `target`, `draft` and `options` are those of `SpecGenerator`; `target` may also be a `SpecGenerator`. The
-    checkpoint's settings for the task apply (`task_specific_params["summarization"]`: lengths, beams, T5's prefix).
-    `template`: the target's input, with `{text}` in it; by default the prefix and the text, or without an encoder an
-    instruction, sent as a user's message where the tokenizer has a chat template.
+    `target`, `draft` and `options` are those of `SpecGenerator`, but by default the draft copies from the text;
+    `target` may also be a `SpecGenerator`. The checkpoint's settings for the task apply
+    (`task_specific_params["summarization"]`: lengths, beams, T5's prefix). `template`: the target's input, with
+    `{text}` in it, and perhaps `{words}`, a number of words that stays within the length limit; by default the prefix
+    and the text, or without an encoder an instruction, sent as a user's message where the tokenizer has a chat
+    template.
 
     A text longer than the target's context, or than `chunk_tokens` (template included), is summarised in pieces of
-    whole sentences; then their summaries are summarised together, until one piece is left.
+    whole sentences; then their summaries are summarised together, until one piece is left. A piece's summary that the
+    length limit cuts ends with its last whole sentence.
     """
 
     def __init__(
         self,
         target: Any,
-        draft: Any = None,
+        draft: Any = AUTO,
         *,
         template: str | None = None,
         chunk_tokens: int | None = None,
@@ -95,12 +103,13 @@ class Summarizer:
         if chunk_tokens is not None:
             check_whole("chunk_tokens", chunk_tokens)
         if isinstance(target, SpecGenerator):
+            draft = None if draft == AUTO else draft
             if idle := [name for name, given in {"draft": draft, **options}.items() if given is not None]:
                 raise OptionError(f"`{idle[0]}` belongs to the SpecGenerator: set it there, or pass the model")
             self.generator = target
         else:
             check_loaded("Summarizer", options)
-            self.generator = SpecGenerator(target, draft, task=TASK, **options)
+            self.generator = SpecGenerator(target, _draft(draft), task=TASK, **options)
         if self.generator.tokenizer is None:
             raise OptionError("a Summarizer reads and writes text: pass `tokenizer=`")
         self._target, self._tokenizer = self.generator.target, self.generator.tokenizer
@@ -112,14 +121,14 @@ class Summarizer:
     def from_pretrained(
         cls,
         target: str,
-        draft: Any = None,
+        draft: Any = AUTO,
         *,
         template: str | None = None,
         chunk_tokens: int | None = None,
         **options: Any,
     ) -> Summarizer:
         """A summarizer of models by id or path; `options` are those of `SpecGenerator.from_pretrained`."""
-        generator = SpecGenerator.from_pretrained(target, draft, task=TASK, **options)
+        generator = SpecGenerator.from_pretrained(target, _draft(draft), task=TASK, **options)
         return cls(generator, template=template, chunk_tokens=chunk_tokens)
 
     def __call__(self, documents: str | Iterable[str], **options: Any) -> list[Any]:
@@ -154,14 +163,14 @@ class Summarizer:
         _check_call(batch_size, options)
         plan = self._plan(options, truncation, batch_size)
         if name := next((name for name in ("min_length", "min_new_tokens") if options.get(name)), None):
-            for number, length in enumerate(self._count(texts)):
+            for number, length in enumerate(self._count(texts, plan.limit)):
                 if options[name] > length:
                     raise OptionError(
                         f"`{name}`={options[name]} asks for more tokens than text {number} has ({length}): lower it"
                     )
         parts = [self._parts(text, plan) for text in texts]
         most, budget = max(map(len, parts), default=1), plan.budget
-        if most > 1 and budget is not None and self._count([""])[0] + 2 * plan.limit > budget:
+        if most > 1 and budget is not None and self._count([""], plan.limit)[0] + 2 * plan.limit > budget:
             raise OptionError(
                 f"a text is read in {most} pieces, but of their summaries, {plan.limit} tokens each, two do not fit "
                 f"into the {budget} tokens of one piece: lower `max_new_tokens`, or pass `truncation=True`"
@@ -180,9 +189,11 @@ class Summarizer:
                 own = [fold(seed, sample) for seed in firsts for sample in range(plan.options.num_samples or 1)]
             out = self._decode(pieces, {**plan.given, "num_return_sequences": 1}, plan, own)
             stats.append(out.stats)
-            texts = iter(self._text(new[0], plan).strip() for new in out.new)
+            _tell_cut(out.stats, "summaries of parts", plan.limit)
+            ended = zip(out.new, out.stats.finish_reasons, strict=True)
+            summaries = iter(_ended(self._text(new[0], plan).strip(), reason) for new, reason in ended)
             for d in long:
-                joined = self._parts(" ".join(next(texts) for _ in parts[d]), plan)
+                joined = self._parts(" ".join(next(summaries) for _ in parts[d]), plan)
                 if len(joined) >= len(parts[d]):
                     raise SpecdecError(
                         f"the summaries of the {len(parts[d])} parts of text {d} fill {len(joined)} parts again: "
@@ -191,6 +202,7 @@ class Summarizer:
                 parts[d] = joined
                 counts[d].append(len(joined))
         out = self._decode([pieces[0] for pieces in parts], plan.given, plan, seeds)
+        _tell_cut(out.stats, "summaries", plan.limit)
         reasons = iter(out.stats.finish_reasons)
         documents = [
             Summary(
@@ -205,7 +217,7 @@ class Summarizer:
 
     def _decode(self, texts: list[str], given: Mapping[str, Any], plan: _Plan, seeds: list[int] | None) -> _Decoded:
         """Decodes `batch_size` texts at a time; `seeds` of all rows, and the call's other options (`given`)."""
-        prompts = self._ids(texts, plan.budget if plan.truncate else None)
+        prompts = self._ids(texts, plan.limit, plan.budget if plan.truncate else None)
         decoded, starts, stats = list[list[list[int]]](), list[list[int]](), list[Stats]()
         rows = len(seeds) // len(prompts) if seeds else 0
         for first in range(0, len(prompts), plan.batch_size):
@@ -230,9 +242,10 @@ class Summarizer:
         prefix = tasks.get(TASK, {}).get("prefix", getattr(config, "prefix", None))
         return f"{prefix or ''}{PLACE}"
 
-    def _ids(self, texts: Sequence[str], most: int | None = None) -> list[list[int]]:
-        """The target's input ids for each text; an encoder's are cut to `most` tokens."""
-        filled = [self.template.replace(PLACE, text) for text in texts]
+    def _ids(self, texts: Sequence[str], limit: int, most: int | None = None) -> list[list[int]]:
+        """The target's input ids for each text, for summaries of `limit` tokens; an encoder's are cut to `most`."""
+        template = self.template.replace(WORDS, str(int(limit * _WORDS_PER_TOKEN) or 1))
+        filled = [template.replace(PLACE, text) for text in texts]
         if not self._chat:
             is_cut = most is not None and self._target.is_encoder_decoder
             cut = {"truncation": True, "max_length": most} if is_cut else {}
@@ -266,17 +279,34 @@ class Summarizer:
             )
         return _Plan(options, given, budget, limit, truncate, batch_size)
 
-    def _count(self, texts: Sequence[str]) -> list[int]:
-        return list(map(len, self._ids(texts)))
+    def _count(self, texts: Sequence[str], limit: int) -> list[int]:
+        return list(map(len, self._ids(texts, limit)))
 
     def _parts(self, text: str, plan: _Plan) -> list[str]:
         """The pieces of a text; only the first when it is truncated, which for an encoder its tokenizer does."""
         if plan.budget is None or (plan.truncate and self._target.is_encoder_decoder):
             return [text]
-        if self._count([text])[0] <= plan.budget:  # as it is, with the whitespace around it
+        count = partial(self._count, limit=plan.limit)
+        if count([text])[0] <= plan.budget:  # as it is, with the whitespace around it
             return [text]
-        parts = chunked(text, plan.budget, self._count, even=not plan.truncate)
+        parts = chunked(text, plan.budget, count, even=not plan.truncate)
         return parts[:1] if plan.truncate else parts
+
+
+def _draft(draft: Any) -> Any:
+    """By default one that copies, since summaries repeat their text."""
+    return COPYING[0] if draft == AUTO else draft
+
+
+def _ended(text: str, reason: str) -> str:
+    return whole_sentences(text) if reason == "length" else text
+
+
+def _tell_cut(stats: Stats, what: str, limit: int) -> None:
+    """Logs how many texts the length limit cut."""
+    reasons = stats.finish_reasons
+    if cut := reasons.count("length"):
+        _log.warning("%d of %d %s are cut at %d tokens: raise `max_new_tokens=`", cut, len(reasons), what, limit)
 
 
 def _checked(documents: Any) -> list[str]:

@@ -152,7 +152,7 @@ async def _answer(request: Request, asked: Translation, *, segments: bool) -> Re
     if form == "text":
         return PlainTextResponse(text + "\n")
     if form in ("srt", "vtt"):
-        return PlainTextResponse((srt if form == "srt" else vtt)(found["chunks"]))
+        return PlainTextResponse((srt if form == "srt" else vtt)(found.cues))
     body: dict[str, Any] = {
         "task": asked.options["task"],
         "language": found.language,
