@@ -172,7 +172,7 @@ def test_lines_while_weights_are_brought_in(
     with loading("loading it"):
         load_model(source, rounded if kind == "rounded" else None)
     lines = capsys.readouterr().err.splitlines()
-    assert lines.count("100%, about 0:00 left: loading it") == (2 if kind == "rounded" else 1)
+    assert lines.count("100%: loading it") == (2 if kind == "rounded" else 1)
     assert len(lines) > 20
 
 
