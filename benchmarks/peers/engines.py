@@ -62,9 +62,8 @@ def specdec(task: Task, backend: str) -> Generate:
         "int8": {"dtype": "bfloat16", "quantization": "int8-weight"},
         "int4": {"dtype": "bfloat16", "quantization": "int4-weight"},
         "gguf": {"dtype": "bfloat16"},
-        "gguf float32": {"dtype": "float32"},
     }[task.weights]
-    is_file = task.weights.startswith("gguf")
+    is_file = task.weights == "gguf"
     target = task.at("gguf" if is_file else "target")
     draft: Any = task.at("gguf_draft" if is_file else "draft") if task.draft in ("model", "both") else None
     if task.draft == "lookup":
@@ -214,7 +213,7 @@ class Engine:
 
 
 def _ours(backend: str) -> Engine:
-    weights = ("float32", "bfloat16", "int8", "int4", "gguf", "gguf float32")
+    weights = ("float32", "bfloat16", "int8", "int4", "gguf")
     drafts = ("plain", "lookup", "model", "both")
     return Engine("specdec-runtime", lambda task: specdec(task, backend), weights, drafts)
 

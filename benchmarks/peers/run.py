@@ -6,8 +6,8 @@
 
 Each system (an engine, and how it drafts) is a process of its own, so that engines may live in environments of their
 own; the others sleep meanwhile. "ms per token" are those after the first token; "first" is the time until that. Ratios
-are medians over prompts of ratios of median times. Texts are compared with specdec's plain one in float32: "agrees"
-counts the tokens before the first that differs, of all tokens. Ctrl-C ends the turns: the figures so far are printed.
+are medians over prompts of ratios of median times. Texts are compared with the first system's, specdec's plain one if
+it runs: "agrees" counts the tokens before the first that differs, of all tokens. Ctrl-C ends the turns: the figures so far are printed.
 """
 
 from __future__ import annotations
@@ -109,9 +109,8 @@ class Pause(Watch):
 
 
 def tasks(args: argparse.Namespace) -> list[Task]:
-    """The reference first, then every engine with these weights, in every way to draft that the models allow."""
+    """Every engine with these weights, in every way to draft that the models allow; the first is the reference."""
     models = {name: getattr(args, name) for name in MODELS}
-    reference = Task("specdec", "gguf float32" if args.weights == "gguf" else "float32", "plain", models)
     drafted = args.gguf_draft if args.weights == "gguf" else args.draft
     ways = ("plain", "lookup", "model", "both") if drafted else ("plain", "lookup")
     found = [
@@ -120,8 +119,7 @@ def tasks(args: argparse.Namespace) -> list[Task]:
         for draft in ways
         if args.weights in engine.weights and draft in engine.drafts
     ]
-    wanted = [task for task in found if any(fnmatch(task.name, pattern) for pattern in args.only)]
-    return [reference, *(task for task in wanted if task != reference)]
+    return [task for task in found if any(fnmatch(task.name, pattern) for pattern in args.only)]
 
 
 def started(every: list[Task], args: argparse.Namespace, warm_up: list[int]) -> dict[str, Worker | str]:
