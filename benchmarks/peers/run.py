@@ -6,8 +6,9 @@
 
 Each system (an engine, and how it drafts) is a process of its own, so that engines may live in environments of their
 own; the others sleep meanwhile. "ms per token" are those after the first token; "first" is the time until that. Ratios
-are medians over prompts of ratios of median times. Texts are compared with the first system's, specdec's plain one if
-it runs: "agrees" counts the tokens before the first that differs, of all tokens. Ctrl-C ends the turns: the figures so far are printed.
+are medians over prompts of ratios of median times. Texts are compared with the first system's, which is specdec's plain
+one if that runs: "agrees" counts the tokens before the first that differs, of all tokens. Ctrl-C ends the turns: the
+figures so far are printed.
 """
 
 from __future__ import annotations
