@@ -81,7 +81,7 @@ def hearing(model: Any) -> Any:
     names = [name for name, layer in packable_layers(model).items() if eight[layer in encoder]]
     changed(model, lambda: pack_layers(model, names, lambda _, layer: _rounded(layer, 8)))
     numbers = f"{floats}{' and 8 bits' if names else ''}"
-    _log.info("speech is heard in %s, the fastest here (dtype float32 gives transformers' text exactly)", numbers)
+    _log.info("speech is heard in %s, the fastest here (`dtype='float32'` gives transformers' text exactly)", numbers)
     return model
 
 
