@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from specdec.bench.suite import Suite, read_suite
+from specdec.bench.suite import read_suite
 from specdec.errors import OptionError
 from specdec.options.resolve import read_yaml
 from specdec.proposers import DRAFTS
@@ -131,14 +131,7 @@ def test_the_packages_suites(path: Path) -> None:
     assert read_suite(read_yaml(path)).groups()
 
 
-def test_the_guide_has_every_key_and_an_example() -> None:
-    """Each with its default, where that is a number."""
+def test_the_guide_has_an_example() -> None:
     guide = (ROOT / "docs" / "guides" / "measuring.md").read_text(encoding="utf-8")
     (example,) = re.findall(r"```yaml\n(targets:.*?)```", guide, re.S)
     assert len(read_suite(yaml.safe_load(example)).groups()) == 2 * 3 * 4 * 2
-    rows = re.findall(r"^\| (`.*?) \| (.*?) \|", guide, re.M)
-    defaults = {name: default for names, default in rows for name in re.findall(r"`(\w+)`", names)}
-    assert defaults.keys() == Suite.model_fields.keys()
-    for name, default in defaults.items():
-        if default.isdecimal():
-            assert Suite.model_fields[name].default in (int(default), [int(default)])

@@ -163,7 +163,7 @@ def test_pipelines_and_training_keep_texts_of_a_template_in_parts() -> None:
     with pytest.raises(OptionError, match="a text or `messages` needs a length limit"):
         generator.generate(messages=[{"role": "user", "content": "Hello"}])
     ids = encode_prompts(processor.tokenizer, ["Hello"], processor)
-    ids += Summarizer(generator, template="{text}")._ids(["Hello"])
+    ids += Summarizer(generator, template="{text}")._ids(["Hello"], 8)
     for one in ids:
         assert "user: Hello. assistant:" in processor.tokenizer.decode(one)
 

@@ -271,7 +271,7 @@ def test_truncated_files(tmp_path: Path) -> None:
         SpecGenerator(model, folder)
     index.write_text(json.dumps({"weight_map": {"fc.weight": "a.safetensors", "norm.weight": "b.safetensors"}}))
     (folder / "a.safetensors").write_bytes(weights)
-    with pytest.raises(OptionError, match=r"b\.safetensors"):
+    with pytest.raises(LoadError, match=r"b\.safetensors"):
         SpecGenerator(model, folder)
     index.write_text(json.dumps({"weight_map": {"fc.weight": "a.safetensors"}}))
     assert SpecGenerator(model, folder).draft is not None
