@@ -18,27 +18,34 @@ from specdec.proposers.copying import TextDraft, TextProposer
 from specdec.proposers.views import WrappedDraft
 
 _MEMORY = 0.9
+_RECENT = 0.85  # weight of a round without the model for each token that follows
+_FEW = 32  # tokens that a pass reads beside a guess
 
 
 @dataclass
 class Odds:
-    """Estimates for the model draft: acceptance, seconds of one pass, nodes per proposal.
+    """Estimates for the model draft: acceptance, seconds of a pass and of a token that it reads, nodes per proposal.
 
-    `gap`: seconds from one proposal to the next, i.e. the target's pass and its overhead.
+    `gap`: seconds from one proposal to the next, i.e. the target's pass and its overhead. `seconds` and `tokens`: those
+    of rounds without the model, of late.
     """
 
     acceptance: Acceptance = field(default_factory=Acceptance)
     pass_seconds: float | None = None
+    reading: float | None = None
     gap: float | None = None
     nodes: float = 4.0
+    seconds: float = 0.0
+    tokens: float = 0.0
 
 
 class HybridDraft(WrappedDraft):
     """Uses the text draft or the model draft, per sequence and round, by expected tokens per second.
 
     The text draft guesses in every round, used or not, and learns from the emitted tokens; the model drafts only where
-    it is chosen, and then reads what it missed. Its chains go on with copies of what followed the same tokens before.
-    The choice precedes the model's draws, so q stays their distribution.
+    it is chosen, and then reads what it missed, if the rest of the text is long enough for that. Its chains go on with
+    copies of what followed the same tokens before. The choice precedes the model's draws, so q stays their
+    distribution.
     """
 
     reads_predictions = True
@@ -66,6 +73,7 @@ class HybridProposer(Proposer):
         self._read: set[int] = set()
         self._pending: dict[int, tuple[int, Tree]] = {}
         self._copies: dict[int, Tree] = {}  # this round's, until they are proposed
+        self._lengths: dict[int, int] = {}  # of texts whose last proposal was copied
 
     def readers(self, seqs: Sequence[SequenceView], budgets: Sequence[Budget]) -> Sequence[SequenceView]:
         """The readers among the sequences that prefer the model."""
@@ -86,6 +94,7 @@ class HybridProposer(Proposer):
             self._extended(seq, budget, drafted[seq.id]) if seq.id in drafted else self._copies[seq.id]
             for seq, budget in zip(seqs, budgets, strict=True)
         ]
+        self._lengths |= {seq.id: len(seq.tokens) for seq in seqs if seq.id not in drafted}
         self._copies, self._ended = {}, perf_counter()
         return trees
 
@@ -93,17 +102,24 @@ class HybridProposer(Proposer):
         return self._inner.unread(seq)
 
     def read(self, seqs: Sequence[SequenceView], most: int) -> None:
+        began, count = perf_counter(), sum(min(most, self._inner.unread(seq)) for seq in seqs)
         self._inner.read(seqs, most)
+        self._odds.reading = _fading(self._odds.reading, (perf_counter() - began) / max(count, 1))
 
     def _learn(self, seqs: Sequence[SequenceView]) -> None:
         """Compares the model's last guesses with the texts, and takes the time since then."""
-        odds = self._odds
+        odds, gap = self._odds, 0.0
         if self._ended is not None:
-            # between two calls, time passes in which nothing is decoded
             gap = perf_counter() - self._ended
-            odds.gap = _fading(odds.gap, gap if odds.gap is None else min(gap, 3 * odds.gap))
+            if odds.gap is not None:
+                gap = min(gap, 3 * odds.gap)  # between two calls, time passes in which nothing is decoded
+            odds.gap = _fading(odds.gap, gap)
         self._ended = None
         for seq in seqs:
+            if gap and seq.id in self._lengths:
+                count = len(seq.tokens) - self._lengths.pop(seq.id)
+                odds.seconds = _RECENT**count * odds.seconds + gap
+                odds.tokens = _RECENT**count * odds.tokens + count
             length, guess = self._pending.pop(seq.id, (0, EMPTY))
             if guess.tokens:
                 right, missed = guess.follow(seq.tokens[length:])
@@ -131,6 +147,7 @@ class HybridProposer(Proposer):
     def drop(self, seq_ids: Sequence[int]) -> None:
         for seq_id in seq_ids:
             self._pending.pop(seq_id, None)
+            self._lengths.pop(seq_id, None)
             self._read.discard(seq_id)
         self._text.drop(seq_ids)
         self._inner.drop(seq_ids)
@@ -144,14 +161,27 @@ class HybridProposer(Proposer):
         if not limit:
             return False
         # A search only advances if all its branches were guessed, which a text draft hardly ever does.
-        if seq.tree.tokens or not tree.tokens:
+        if seq.tree.tokens:
             return True
         # The model's usual number of nodes; until it is measured, its pass is assumed to cost a fifth of the target's.
         odds, gap = self._odds, self._odds.gap or 1.0
         count = max(1, min(limit, round(odds.nodes)))
         seconds = 0.2 * gap if odds.pass_seconds is None else odds.pass_seconds
         model_rate = _expected([odds.acceptance.mean] * count) / (gap + count * seconds)
-        return model_rate > _expected(tree.confidence or []) / gap
+        if tree.tokens and model_rate <= _expected(tree.confidence or []) / gap:
+            return False
+        return self._gains_by_reading(seq, gap, seconds)
+
+    def _gains_by_reading(self, seq: SequenceView, gap: float, seconds: float) -> bool:
+        """Whether the model saves more in the rest of the text than it takes to read what it missed of it."""
+        odds, unread = self._odds, self._inner.unread(seq)
+        if unread <= _FEW:
+            return True
+        chain = [odds.acceptance.mean] * _FEW
+        best = min((gap + count * seconds) / _expected(chain[:count]) for count in range(1, _FEW))
+        without = odds.seconds / odds.tokens if odds.tokens else gap
+        reading = gap / _FEW if odds.reading is None else odds.reading
+        return seq.remaining * (without - best) > unread * reading
 
     def _extended(self, seq: SequenceView, budget: Budget, tree: Tree) -> Tree:
         """The model's chain, and behind it copies of what followed the same tokens before, as far as they pay."""

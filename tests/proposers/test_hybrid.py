@@ -158,3 +158,13 @@ def test_a_chain_goes_on_with_copies(clock: Clock) -> None:
     assert tree.source == "model+suffix"
     assert model.passes < 8
     assert len(tree) > 2 * model.passes
+
+
+@pytest.mark.parametrize(("remaining", "reads"), [(2, False), (20, True)])
+def test_a_model_reads_only_for_what_is_left(clock: Clock, remaining: int, reads: bool) -> None:
+    """A text's last tokens do not pay for reading all before them. (For one chain the model read the prompt, and the
+    hybrid had 0.6 of its text draft's speed.)"""
+    model = SlowModel(clock)
+    seq = FakeSequence([*range(40)], remaining=remaining)
+    HybridDraft(SuffixDraft(), ModelDraft(model)).start(50).propose([seq], [Budget(4)])
+    assert bool(model.passes) == reads
