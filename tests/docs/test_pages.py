@@ -43,6 +43,7 @@ FILES = {
     "old.py": "def area(width, height):\n    return width * height\n",
     "report.txt": "The cat sat. It was warm. It slept.\n",
     "notes.txt": "One line. Another line.\n",
+    "reports/one.txt": "The dog ran. It was cold. It came back.\n",
     "function.py": "def add(first, second):\n    return first + second\n",
     "prompts.jsonl": '{"prompt": "What is a cat?"}\n{"prompt": "Name a colour."}\n' * 12,
     "corpus.txt": "A cat is an animal. " * 60,
@@ -64,6 +65,7 @@ def reader(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
     Path(tmp_path, "my_draft.py").write_text(own.code, encoding="utf-8")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
     monkeypatch.chdir(tmp_path)
+    Path("reports").mkdir()
     for name, text in FILES.items():
         Path(name).write_text(text, encoding="utf-8")
     soundfile.write("talk.mp3", speech(1.5), RATE)
