@@ -18,6 +18,7 @@ from specdec.core.work import Work
 from specdec.engine import scheduler
 from specdec.engine.prefix_cache import PrefixCache, PrefixIndex
 from specdec.models import free_bytes
+from specdec.proposers import hybrid
 from tests.engine.test_requests import finish, submit
 from tests.engine.test_threads import generated, together
 from tests.heads import eagle_folder
@@ -53,8 +54,11 @@ def test_the_next_turn_continues_the_last(name: str, how: dict[str, Any]) -> Non
 
 
 @in_pairs(name=["llama", "gemma2", "gpt2"], how=TURNS, copying=[False, True])
-def test_the_draft_of_the_next_turn_reads_what_is_new(name: str, how: dict[str, Any], *, copying: bool) -> None:
+def test_the_draft_of_the_next_turn_reads_what_is_new(
+    name: str, how: dict[str, Any], *, copying: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A chat so far is not read again by a draft model. (The target continued, and the draft read all of it.)"""
+    monkeypatch.setattr(hybrid, "_FEW", 1000)  # the model reads however little is left
     target, draft = tiny(name), tiny(name, seed=1)
     generator = SpecGenerator(target, ("suffix", draft) if copying else draft, schedule="constant", prefix_cache=True)
     with shapes(draft) as read:
