@@ -36,18 +36,10 @@
 #include <utility>
 #include <vector>
 
-#include "vectors.h"
+#include "panels.h"
 
 namespace {
 
-// As many sums as the registers hold: SIDE queries times VECTORS vectors.
-#if defined(__AVX512F__) || defined(__aarch64__)
-constexpr int SIDE = 6;
-#else
-constexpr int SIDE = 3;
-#endif
-constexpr int VECTORS = 4;
-constexpr int64_t PANEL = VECTORS * LANES;  // columns at a time
 constexpr int64_t QUERIES = 48;             // of a tile, at most
 constexpr int64_t SCORES = 128 << 10;       // of a tile, if it has more than SIDE queries: the second cache holds them
 constexpr int64_t ALONE = 1 << 19;          // multiply-adds that are done before other threads have started

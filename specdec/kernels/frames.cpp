@@ -21,18 +21,10 @@
 #include <utility>
 #include <vector>
 
-#include "vectors.h"
+#include "panels.h"
 
 namespace {
 
-// As many sums as the registers hold: SIDE queries times VECTORS vectors.
-#if defined(__AVX512F__) || defined(__aarch64__)
-constexpr int SIDE = 6;
-#else
-constexpr int SIDE = 3;
-#endif
-constexpr int VECTORS = 4;
-constexpr int64_t PANEL = VECTORS * LANES;
 constexpr int64_t QUERIES = 8 * SIDE;  // whose scores stay in the second cache
 
 int64_t parts(int64_t count, int64_t size) { return (count + size - 1) / size; }
