@@ -73,6 +73,7 @@ class HybridProposer(Proposer):
         self._read: set[int] = set()
         self._pending: dict[int, tuple[int, Tree]] = {}
         self._copies: dict[int, Tree] = {}  # this round's, until they are proposed
+        self._chosen: set[int] = set()  # the ids of those that prefer the model in this round
         self._lengths: dict[int, int] = {}  # of texts whose last proposal was copied
 
     def readers(self, seqs: Sequence[SequenceView], budgets: Sequence[Budget]) -> Sequence[SequenceView]:
@@ -82,17 +83,20 @@ class HybridProposer(Proposer):
             seq.id: cut(*self._text.guess(seq, budget.limit), seq, budget, self._source)
             for seq, budget in zip(seqs, budgets, strict=True)
         }
-        chosen = self._choose(seqs, budgets)
+        pairs = list(zip(seqs, budgets, strict=True))
+        self._chosen = {seq.id for seq, budget in pairs if self._prefers_model(seq, budget, self._copies[seq.id])}
+        chosen = [(seq, budget) for seq, budget in pairs if seq.id in self._chosen]
         return self._inner.readers([seq for seq, _ in chosen], [budget for _, budget in chosen]) if chosen else ()
 
     def propose(self, seqs: Sequence[SequenceView], budgets: Sequence[Budget]) -> list[Tree]:
         """One tree per sequence, from the draft that promises more; for searches, from the model."""
         if any(seq.id not in self._copies for seq in seqs):
             self.readers(seqs, budgets)
-        drafted = self._drafted(self._choose(seqs, budgets))
+        pairs = list(zip(seqs, budgets, strict=True))
+        drafted = self._drafted([(seq, budget) for seq, budget in pairs if seq.id in self._chosen])
         trees = [
             self._extended(seq, budget, drafted[seq.id]) if seq.id in drafted else self._copies[seq.id]
-            for seq, budget in zip(seqs, budgets, strict=True)
+            for seq, budget in pairs
         ]
         self._lengths |= {seq.id: len(seq.tokens) for seq in seqs if seq.id not in drafted}
         self._copies, self._ended = {}, perf_counter()
@@ -125,14 +129,6 @@ class HybridProposer(Proposer):
                 right, missed = guess.follow(seq.tokens[length:])
                 tested = [(1.0, True)] * right + [(1.0, False)] * missed
                 odds.acceptance = odds.acceptance.after(tested, len(tested))
-
-    def _choose(self, seqs: Sequence[SequenceView], budgets: Sequence[Budget]) -> list[tuple[SequenceView, Budget]]:
-        """The sequences that prefer the model, with their budgets."""
-        return [
-            (seq, budget)
-            for seq, budget in zip(seqs, budgets, strict=True)
-            if self._prefers_model(seq, budget, self._copies[seq.id])
-        ]
 
     def fork(self, seq: SequenceView, source: int | SavedState, length: int) -> int:
         return self._inner.fork(seq, source, length)
@@ -177,8 +173,8 @@ class HybridProposer(Proposer):
         odds, unread = self._odds, self._inner.unread(seq)
         if unread <= _FEW:
             return True
-        chain = [odds.acceptance.mean] * _FEW
-        best = min((gap + count * seconds) / _expected(chain[:count]) for count in range(1, _FEW))
+        more = accumulate(accumulate([odds.acceptance.mean] * _FEW, mul))
+        best = min((gap + count * seconds) / (1 + tokens) for count, tokens in enumerate(more, 1))
         without = odds.seconds / odds.tokens if odds.tokens else gap
         reading = gap / _FEW if odds.reading is None else odds.reading
         return seq.remaining * (without - best) > unread * reading
