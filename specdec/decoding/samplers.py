@@ -82,15 +82,15 @@ def likeliest_children(scores: Tensor, ends: Sequence[Branch], budget: Budget) -
     count = WIDER * (budget.branches or 1)
     top, places = total.flatten().topk(min(count, total.numel()))
     vocab = scores.shape[1]
-    found = []
+    children = []
     for score, place in zip(*device_reads.read(top, places), strict=True):
         if not math.isfinite(score):
             break
         i, token = divmod(int(place), vocab)
         path = [*ends[i].chances, min(math.exp(score - ends[i].score), 1.0)]
         if budget.keep(path):
-            found.append((i, Branch([*ends[i].tokens, token], score, path[-1], path)))
-    return found
+            children.append((i, Branch([*ends[i].tokens, token], score, path[-1], path)))
+    return children
 
 
 def noisy(scores: Tensor, address: int) -> Tensor:
@@ -98,8 +98,8 @@ def noisy(scores: Tensor, address: int) -> Tensor:
 
     Only each row's `_CANDIDATES` likeliest tokens are considered; a draft may approximate.
     """
-    kept, ids = scores.topk(min(_CANDIDATES, scores.shape[1]))
-    loud = kept + noise.gumbel(address, device_reads.with_float64(ids)).to(kept.dtype).to(kept.device)
+    likeliest, ids = scores.topk(min(_CANDIDATES, scores.shape[1]))
+    loud = likeliest + noise.gumbel(address, device_reads.with_float64(ids)).to(likeliest.dtype).to(likeliest.device)
     return torch.full_like(scores, -torch.inf).scatter_(1, ids, torch.log_softmax(loud, dim=-1))
 
 
@@ -110,25 +110,29 @@ def draw_children(scores: Tensor, ends: Sequence[Branch], budget: Budget, addres
     child because of its token would change the distribution of the text. Tokens drawn above may decide it: given these,
     children of a node change neither the chance that the text goes through it nor what follows.
     """
-    found = []
+    children = []
     for i, (end, share) in enumerate(zip(ends, _shares(ends, budget), strict=True)):
         for order, (token, q) in enumerate(_drawn(scores[i], end, share, address)):
             chance = _order_chance(order)
             child = Branch([*end.tokens, token], end.score + math.log(chance), chance, [*end.chances, chance], q)
-            found.append((i, child))
-    return sorted(found, key=lambda child: -child[1].score)
+            children.append((i, child))
+    return sorted(children, key=lambda child: -child[1].score)
 
 
 def _drawn(scores: Tensor, end: Branch, share: int, address: int) -> list[tuple[int, Tensor]]:
     """Up to `share` tokens after `end`, each with the q `[vocab]` that it was drawn from, from `scores` `[vocab]`."""
-    left, drawn, qs, local = scores, list[Tensor](), list[Tensor](), device_reads.is_local(scores)
+    remaining, drawn, qs, local = scores, list[Tensor](), list[Tensor](), device_reads.is_local(scores)
     for order in range(share):
         key = noise.key(address, len(end.tokens), *end.tokens, order)
-        if local and not math.isfinite(float(left.max())):
+        if local and not math.isfinite(float(remaining.max())):
             break
-        drawn.append(torch.tensor([noise.draw(left, key)]) if local else noise.draws(left[None], [key]).to(left.device))
-        qs.append(torch.softmax(left, dim=-1))
-        left = left.scatter(0, drawn[-1].clamp(min=0), -torch.inf)
+        drawn.append(
+            torch.tensor([noise.draw(remaining, key)])
+            if local
+            else noise.draws(remaining[None], [key]).to(remaining.device)
+        )
+        qs.append(torch.softmax(remaining, dim=-1))
+        remaining = remaining.scatter(0, drawn[-1].clamp(min=0), -torch.inf)
     tokens = torch.cat(drawn).tolist() if drawn else []  # one read for all; below 0: nothing was left to draw
     return list(takewhile(lambda pair: pair[0] >= 0, zip(tokens, qs, strict=True)))
 

@@ -64,9 +64,9 @@ class Stopping:
                 ends = answer.tolist()
             else:
                 ends = [bool(answer.any() if isinstance(answer, Tensor) else answer)] * len(tokens)
-            known = next((reason for kind, reason in _REASONS if isinstance(criterion, kind)), "criteria")
-            own = str(getattr(criterion, "reason", known))
-            reasons = [own if earlier is None and end else earlier for earlier, end in zip(reasons, ends, strict=True)]
+            default = next((reason for kind, reason in _REASONS if isinstance(criterion, kind)), "criteria")
+            text = str(getattr(criterion, "reason", default))
+            reasons = [text if earlier is None and end else earlier for earlier, end in zip(reasons, ends, strict=True)]
         is_full = self.max_length is not None and length >= self.max_length
         eos_ids, otherwise = (self.eos_ids - self.forced_ids, "length") if is_full else (self.eos_ids, None)
         return ["eos" if token in eos_ids else why or otherwise for token, why in zip(tokens, reasons, strict=True)]

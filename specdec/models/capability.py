@@ -53,16 +53,16 @@ def attention_kinds(config: Any) -> tuple[AttentionKind, ...] | None:
 
 def rope_boundary(config: Any) -> int | None:
     """The length of text where rotary scaling changes; None if it does not."""
-    given = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    by_layer_type = [value for value in given.values() if isinstance(value, dict)]
+    scalings = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    by_layer_type = [value for value in scalings.values() if isinstance(value, dict)]
     original, longest = "original_max_position_embeddings", getattr(config, "max_position_embeddings", None)
-    found = []
-    for scaling in by_layer_type or [given]:
+    boundaries = []
+    for scaling in by_layer_type or [scalings]:
         kind = scaling.get("rope_type", scaling.get("type"))
         if kind in ("dynamic", "longrope"):
-            own = kind == "longrope" and (scaling.get(original) or getattr(config, original, None))
-            found.append(own or longest)
-    return min((limit for limit in found if limit), default=None)
+            length = kind == "longrope" and (scaling.get(original) or getattr(config, original, None))
+            boundaries.append(length or longest)
+    return min((limit for limit in boundaries if limit), default=None)
 
 
 def cache_reset_length(config: Any) -> int | None:
@@ -98,13 +98,13 @@ def kv_width(config: Any) -> int:
     heads = _number(config, "decoder_attention_heads", "num_attention_heads", "num_heads", "n_head", "n_heads") or 1
     hidden = _number(config, "hidden_size", "d_model", "n_embd") or 1
     shared = getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False)
-    kept = 1 if shared else _number(config, "num_key_value_heads", "num_kv_heads") or heads
+    kv_heads = 1 if shared else _number(config, "num_key_value_heads", "num_kv_heads") or heads
     width = _number(config, "head_dim", "d_kv") or max(hidden // heads, 1)
     parts = [_number(config, name) for name in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")]
     unequal = [part for part in parts if part is not None]
     if len(unequal) == len(parts):  # keys and values differ in width
         return heads * sum(unequal)
-    return 2 * kept * width
+    return 2 * kv_heads * width
 
 
 def _number(config: Any, *names: str) -> int | None:

@@ -52,9 +52,9 @@ class Encoding:
             for name, value in output.items()
             if name != "last_hidden_state" and isinstance(value, Tensor) and value.shape[:1] == hidden.shape[:1]
         }
-        given = input_mask.to(hidden.device) if isinstance(input_mask, Tensor) else None
+        source_mask = input_mask.to(hidden.device) if isinstance(input_mask, Tensor) else None
         layers = output.get("hidden_states"), output.get("attentions")
-        return cls(hidden, None if mask is None else mask.to(hidden.device), given, type(output), fields, *layers)
+        return cls(hidden, None if mask is None else mask.to(hidden.device), source_mask, type(output), fields, *layers)
 
     def __len__(self) -> int:
         return self.hidden.shape[0]
@@ -80,15 +80,15 @@ class Encoding:
         frames = max(part.hidden.shape[1] for part in parts)
         hidden = _joined([part.hidden for part in parts])
         fields = {name: _joined([part.fields[name] for part in parts]) for name in parts[0].fields}
-        masks, given = [part.mask for part in parts], [part.input_mask for part in parts]
+        masks, source_masks = [part.mask for part in parts], [part.input_mask for part in parts]
         if all(mask is None for mask in masks) and all(part.hidden.shape[1] == frames for part in parts):
-            return cls(hidden, None, None if given[0] is None else _joined(given), parts[0].kind, fields)
+            return cls(hidden, None, None if source_masks[0] is None else _joined(source_masks), parts[0].kind, fields)
         whole = [
             torch.ones_like(part.hidden[..., 0], dtype=torch.long) if mask is None else mask
             for part, mask in zip(parts, masks, strict=True)
         ]
-        given = [mask if own is None else own for own, mask in zip(given, whole, strict=True)]
-        return cls(hidden, _joined(whole), _joined(given), parts[0].kind, fields)
+        source_masks = [mask if source is None else source for source, mask in zip(source_masks, whole, strict=True)]
+        return cls(hidden, _joined(whole), _joined(source_masks), parts[0].kind, fields)
 
 
 def _joined(tensors: Sequence[Any]) -> Tensor:

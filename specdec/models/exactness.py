@@ -69,9 +69,10 @@ def strict_obstacle(language: ModelSpec) -> str | None:
         first += width
     session.truncate([parts], [0])
     besides, begun = _read(session, [other, parts], [longer[:7], text[:_BRANCHING]])
-    rest, branches = Tree.chain(longer[7:]), Tree([text[_BRANCHING], 3, 4, text[_BRANCHING + 1], 3], [-1, -1, 0, 0, 1])
-    beside, branched = session.run([Work(other, rest, len(rest)), Work(parts, branches, len(branches))])
-    session.commit([other, parts], [list(range(len(rest))), [0, 3]])
+    suffix = Tree.chain(longer[7:])
+    branches = Tree([text[_BRANCHING], 3, 4, text[_BRANCHING + 1], 3], [-1, -1, 0, 0, 1])
+    beside, branched = session.run([Work(other, suffix, len(suffix)), Work(parts, branches, len(branches))])
+    session.commit([other, parts], [list(range(len(suffix))), [0, 3]])
     ended = _read(session, [parts], [text[_BRANCHING + 2 :]])[0]
     expected = _read(session, [whole], [longer])[0]
     if not torch.equal(torch.cat(narrow), expected[: len(text)]):

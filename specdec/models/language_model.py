@@ -170,9 +170,9 @@ class LanguageModel:
     @cached_property
     def weight_bytes(self) -> int:
         """Bytes of weights that a pass of the decoder reads."""
-        others = list(eyes(self.model).values()) if self.sees else []
-        others += [self.model.get_encoder()] if self.is_encoder_decoder else []
-        unread = {weight for part in others for weight in (*part.parameters(), *part.buffers())}
+        outside = list(eyes(self.model).values()) if self.sees else []
+        outside += [self.model.get_encoder()] if self.is_encoder_decoder else []
+        unread = {weight for part in outside for weight in (*part.parameters(), *part.buffers())}
         read = (*self.model.parameters(), *self.model.buffers())
         return sum(tensor.nbytes for tensor in read if tensor not in unread)
 
@@ -278,9 +278,9 @@ class LanguageModel:
         """The modules that read pictures; loads them if they were left out, as long as nobody needed them."""
         with _SEEING:
             if self.unread is not None:
-                found, self.unread = self.unread(), None
+                modules, self.unread = self.unread(), None
                 with CHANGING:
-                    for name, module in found.items():
+                    for name, module in modules.items():
                         self.model.base_model.add_module(name, module)
             return eyes(self.model)
 
@@ -296,21 +296,25 @@ class LanguageModel:
             raise UnsupportedError(f"{type(self.model).__name__} has no encoder to read {sorted(inputs)} with")
         encoder = self.model.get_encoder()
         read = inputs.keys() & (self.source_names | self.input_names)  # a target of another class may read more
-        given = {name: self._placed(name, inputs[name]) for name in inputs if name in read}
-        merged = given.keys() - self.source_names - {"attention_mask"}  # the model itself puts pictures among the text
+        arguments = {name: self._placed(name, inputs[name]) for name in inputs if name in read}
+        merged = arguments.keys() - self.source_names - {"attention_mask"}  # the model puts pictures among the text
         if not merged:
-            given = {name: value for name, value in given.items() if name in self.source_names}
+            arguments = {name: value for name, value in arguments.items() if name in self.source_names}
         extras = {"output_hidden_states": True} if output_hidden_states else {}
         extras |= {"output_attentions": True} if output_attentions else {}
         if self.ragged is not None and type(encoder) is WhisperEncoder and not extras:
-            one_by_one = torch.split(given["input_features"], 1)
+            one_by_one = torch.split(arguments["input_features"], 1)
             return Encoding(torch.cat([self.ragged.model.encoded(features) for features in one_by_one]))
         try:
-            output = self._through_the_model(given, extras) if merged else encoder(**given, **extras, return_dict=True)
+            output = (
+                self._through_the_model(arguments, extras)
+                if merged
+                else encoder(**arguments, **extras, return_dict=True)
+            )
         except torch.OutOfMemoryError:
             raise
         except (IndexError, RuntimeError, ValueError) as error:  # as each family refuses, most of them in torch's words
-            sizes = ", ".join(f"`{name}` {list(value.shape)}" for name, value in given.items())
+            sizes = ", ".join(f"`{name}` {list(value.shape)}" for name, value in arguments.items())
             way_out = "shorten it, or pad recordings as the model's processor does"
             raise OptionError(
                 f"the encoder of {type(self.model).__name__} cannot read {sizes} ({error}): {way_out}"
@@ -322,10 +326,10 @@ class LanguageModel:
         is_feature = tensor.is_floating_point() and not name.endswith("mask")
         return tensor.to(self.device, self.dtype if is_feature else None)
 
-    def _through_the_model(self, given: Mapping[str, Tensor], extras: Mapping[str, bool]) -> Any:
+    def _through_the_model(self, arguments: Mapping[str, Tensor], extras: Mapping[str, bool]) -> Any:
         """The encoder's output of a pass of the whole model, which makes the encoder's input of these."""
-        start = torch.zeros(len(next(iter(given.values()))), 1, dtype=torch.long, device=self.device)
-        output = self.model(**given, **extras, decoder_input_ids=start, use_cache=False, return_dict=True)
+        start = torch.zeros(len(next(iter(arguments.values()))), 1, dtype=torch.long, device=self.device)
+        output = self.model(**arguments, **extras, decoder_input_ids=start, use_cache=False, return_dict=True)
         return EncoderOutput(
             last_hidden_state=output.encoder_last_hidden_state,
             hidden_states=output.encoder_hidden_states,
@@ -472,9 +476,9 @@ def _max_positions(decoder: nn.Module, config: Any) -> int | None:
 def _weights(encoder: nn.Module) -> dict[str, Tensor]:
     """All weights by name, packed ones as they were."""
     packed = {name: module for name, module in encoder.named_modules() if isinstance(module, PackedLinear)}
-    kept = {n: w for n, w in encoder.state_dict().items() if n.rpartition(".")[0] not in packed}
+    weights = {n: w for n, w in encoder.state_dict().items() if n.rpartition(".")[0] not in packed}
     for name, layer in packed.items():
-        kept[f"{name}.weight"] = layer.weight()
+        weights[f"{name}.weight"] = layer.weight()
         if layer.bias is not None:
-            kept[f"{name}.bias"] = layer.bias.to(layer.takes[0])
-    return kept
+            weights[f"{name}.bias"] = layer.bias.to(layer.takes[0])
+    return weights

@@ -19,32 +19,32 @@ _FIXED = {"llava", "paligemma", "gemma3", "internvl", "idefics3", "smolvlm"}
 def picture_tokens(
     language: ModelSpec,
     main: str,
-    given: Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor],
     places: Sequence[int],
-    others: Mapping[str, Tensor],
+    shapes: Mapping[str, Tensor],
 ) -> tuple[list[int], list[int]]:
     """The tokens of each picture, and the entries of the argument `main` that it takes, where these are patches.
 
     `places`: placeholders in each row of text. Raises OptionError for sizes that the model cannot read.
     """
-    config, value = language.model.config, given[main]
-    _check_shape(language, main, given)
-    grid = next((tensor for name, tensor in given.items() if name.endswith("_grid_thw")), None)
+    config, value = language.model.config, tensors[main]
+    _check_shape(language, main, tensors)
+    grid = next((tensor for name, tensor in tensors.items() if name.endswith("_grid_thw")), None)
     if grid is not None:
         return _of_grid(config, main, value, grid)
-    if "image_sizes" in given:
-        if not _are_sizes(given["image_sizes"], 2):
-            raise OptionError.of("image_sizes", "height and width of each picture", given["image_sizes"].tolist())
+    if "image_sizes" in tensors:
+        if not _are_sizes(tensors["image_sizes"], 2):
+            raise OptionError.of("image_sizes", "height and width of each picture", tensors["image_sizes"].tolist())
         pack = getattr(language.model.base_model, "pack_image_features", None)
         if pack is not None:
-            numbers = others.get("batch_num_images")
-            sizes = _packed(language.model.base_model, pack, value, given["image_sizes"], numbers)
+            numbers = shapes.get("batch_num_images")
+            sizes = _packed(language.model.base_model, pack, value, tensors["image_sizes"], numbers)
         else:
             side = _side(config.vision_config.patch_size) * (getattr(config, "spatial_merge_size", None) or 1)
-            sizes = (given["image_sizes"] // side).prod(-1).tolist()
+            sizes = (tensors["image_sizes"] // side).prod(-1).tolist()
         return sizes, []
     count = len(value)
-    if by_row(main, given):
+    if by_row(main, tensors):
         real = (value != 0).flatten(2).any(-1).sum(1).tolist()
         if len(value) != len(places):
             raise OptionError.of(main, f"of shape [{len(places)}, pictures, channels, height, width]", [*value.shape])
@@ -52,17 +52,17 @@ def picture_tokens(
         if [n * each for n in real] != list(places):
             raise OptionError(f"`{main}` holds {real} pictures of {each} tokens, and the rows have {places} places")
         return [each] * sum(real), []
-    if (known := _known(config)) and main == "pixel_values":
-        return [known] * count, []
-    each, rest = divmod(sum(places), count)
-    if rest or any(own % each for own in places):
+    if (tokens := _known(config)) and main == "pixel_values":
+        return [tokens] * count, []
+    each, remainder = divmod(sum(places), count)
+    if remainder or any(run % each for run in places):
         return _runs(count, places), []
     return [each] * count, []
 
 
-def by_row(main: str, given: Mapping[str, Tensor]) -> bool:
+def by_row(main: str, tensors: Mapping[str, Tensor]) -> bool:
     """Whether an argument holds the pictures of each row of text, padded with empty ones."""
-    return main == "pixel_values" and given[main].dim() == 5 and "image_sizes" not in given
+    return main == "pixel_values" and tensors[main].dim() == 5 and "image_sizes" not in tensors
 
 
 def _known(config: Any) -> int | None:
@@ -86,8 +86,8 @@ def _of_grid(config: Any, main: str, value: Tensor, grid: Tensor) -> tuple[list[
     channels = getattr(vision, "in_channels", None) or getattr(vision, "in_chans", None) or 3
     width = channels * getattr(vision, "temporal_patch_size", 1) * _side(vision.patch_size) ** 2
     if list(value.shape) != [sum(patches), width]:
-        needed = f"{sum(patches)} patches of {width} values, as the grids {grid.tolist()} say"
-        raise OptionError.of(main, needed, list(value.shape))
+        expected = f"{sum(patches)} patches of {width} values, as the grids {grid.tolist()} say"
+        raise OptionError.of(main, expected, list(value.shape))
     return [count // merge**2 for count in patches], patches
 
 
@@ -105,44 +105,44 @@ def _packed(base: Any, pack: Any, value: Tensor, image_sizes: Tensor, numbers: T
     for size, is_tiled in zip(image_sizes, tiled, strict=True):
         patches = count(size, base.config.image_grid_pinpoints, vision.image_size) if is_tiled else 1
         if value.dim() != 5 or value.shape[1] < patches:
-            needed = f"of shape [pictures, {patches} or more, channels, height, width]"
-            raise OptionError.of("pixel_values", needed, list(value.shape))
+            expected = f"of shape [pictures, {patches} or more, channels, height, width]"
+            raise OptionError.of("pixel_values", expected, list(value.shape))
         features.append(torch.zeros(patches, (vision.image_size // vision.patch_size) ** 2, 1))
     how = {"vision_feature_select_strategy": "full"}
-    known = {name: value for name, value in how.items() if name in inspect.signature(pack).parameters}
+    options = {name: value for name, value in how.items() if name in inspect.signature(pack).parameters}
     newline = None if getattr(base, "image_newline", None) is None else torch.zeros(1)
-    lengths: list[int] = pack(features, image_sizes, image_newline=newline, **known)[1].tolist()
+    lengths: list[int] = pack(features, image_sizes, image_newline=newline, **options)[1].tolist()
     return lengths
 
 
 def _runs(count: int, places: Sequence[int]) -> list[int]:
     """Sizes where nothing is known of them: rows with one picture each have those of their places."""
-    read = [own for own in places if own]
+    read = [run for run in places if run]
     return read if len(read) == count else [sum(places)] if count == 1 else [-1] * count
 
 
-def _check_shape(language: ModelSpec, main: str, given: Mapping[str, Tensor]) -> None:
+def _check_shape(language: ModelSpec, main: str, tensors: Mapping[str, Tensor]) -> None:
     """Raises OptionError unless pictures of a fixed size have that size, and others come with theirs."""
-    value, vision = given[main], getattr(language.model.config, "vision_config", None)
+    value, vision = tensors[main], getattr(language.model.config, "vision_config", None)
     if not value.numel():
         raise OptionError.of(main, "at least one picture", list(value.shape))
     packs = hasattr(language.model.base_model, "pack_image_features")
-    needed = {
+    required = {
         "image_grid_thw": main == "pixel_values" and "image_grid_thw" in language.input_names,
         "video_grid_thw": main == "pixel_values_videos" and "video_grid_thw" in language.input_names,
         "image_sizes": main == "pixel_values" and (packs or getattr(vision, "model_type", None) == "pixtral"),
     }
-    if missing := [name for name, is_needed in needed.items() if is_needed and name not in given]:
-        raise OptionError(f"`{main}` came without `{missing[0]}`: pass all that the processor returned")
-    if main != "pixel_values" or vision is None or value.dim() < 4 or "pixel_attention_mask" in given:
+    if absent := [name for name, is_needed in required.items() if is_needed and name not in tensors]:
+        raise OptionError(f"`{main}` came without `{absent[0]}`: pass all that the processor returned")
+    if main != "pixel_values" or vision is None or value.dim() < 4 or "pixel_attention_mask" in tensors:
         return
     size = getattr(vision, "image_size", None)
-    if size is None or ("image_sizes" in given and value.dim() == 4 and vision.model_type == "pixtral"):
+    if size is None or ("image_sizes" in tensors and value.dim() == 4 and vision.model_type == "pixtral"):
         return
     shape = [getattr(vision, "num_channels", 3), _side(size), _side(size, -1)]
     if list(value.shape[-3:]) != shape:
         raise OptionError.of(main, f"pictures of shape {shape}", list(value.shape))
 
 
-def _side(size: Any, which: int = 0) -> int:
-    return int(size[which] if isinstance(size, list | tuple) else size)
+def _side(size: Any, axis: int = 0) -> int:
+    return int(size[axis] if isinstance(size, list | tuple) else size)

@@ -54,11 +54,11 @@ def sees(model: Any, input_names: frozenset[str]) -> bool:
     return not model.config.is_encoder_decoder and any(kind.main in input_names for kind in _KINDS.values())
 
 
-def reads_two_ways(language: ModelSpec, given: Mapping[str, Any]) -> bool:
+def reads_two_ways(language: ModelSpec, tensors: Mapping[str, Any]) -> bool:
     """Whether a model reads its prompts with these inputs in both directions."""
     if language.model.config.model_type not in _TWO_WAYS:
         return False
-    return "token_type_ids" in given or (language.forgets_order and language.capability.cache_kind == "kv")
+    return "token_type_ids" in tensors or (language.forgets_order and language.capability.cache_kind == "kv")
 
 
 def place_tokens(config: Any) -> set[int]:
@@ -77,7 +77,7 @@ def sees_alike(model: ModelSpec, other: ModelSpec) -> bool:
 
 def read_pictures(
     language: ModelSpec,
-    given: Mapping[str, Any],
+    inputs: Mapping[str, Any],
     rows: Sequence[Sequence[int]],
     masks: Sequence[Sequence[bool]],
     *,
@@ -89,7 +89,7 @@ def read_pictures(
     pictures to the end. Raises OptionError where places and pictures do not fit, UnsupportedError for models that
     cannot go on in text.
     """
-    tensors = {name: _tensor(name, given[name]) for name in sorted(NAMES & given.keys())}
+    tensors = {name: _tensor(name, inputs[name]) for name in sorted(NAMES & inputs.keys())}
     if unknown := sorted(tensors.keys() - language.input_names - set(_PER_TOKEN)):
         raise UnsupportedError(f"{type(language.model).__name__} does not read `{unknown[0]}`: leave it out")
     parts: list[dict[str, Tensor]] = [{} for _ in rows]
@@ -111,10 +111,10 @@ def read_pictures(
                 raise OptionError.of(name, f"of shape {shape}, like the ids", list(types.shape))
             for part, own, mask in zip(parts, types, masks, strict=True):
                 part[name] = own[: len(mask)][torch.tensor(mask)][None]
-    if two_ways := reads_two_ways(language, given):
+    if two_ways := reads_two_ways(language, inputs):
         zeros = [torch.zeros(1, len(ids), dtype=torch.long) for ids in rows]
         parts = [{"token_type_ids": own, **part} for part, own in zip(parts, zeros, strict=True)]
-    found: list[Pictures | None] = []
+    read: list[Pictures | None] = []
     for row, (part, end, ids) in enumerate(zip(parts, ends, rows, strict=True)):
         for name in _PER_ROW:
             if end and name in tensors:
@@ -123,13 +123,13 @@ def read_pictures(
         pictures = _read(language, part, list(ids), end) if end else None
         if pictures is not None and before:
             pictures = replace(pictures, length=before + end, shift=-before, before=before)
-        found.append(pictures)
-    if any(found) and (language.capability.cache_kind != "kv" or language.capability.cache_reset_length is not None):
+        read.append(pictures)
+    if any(read) and (language.capability.cache_kind != "kv" or language.capability.cache_reset_length is not None):
         reason = language.capability.reason or "it reads its text again where its scaling changes"
         raise UnsupportedError(f"{type(language.model).__name__} runs here on text alone ({reason})")
-    if any(map(needs_eyes, found)):
+    if any(map(needs_eyes, read)):
         language.see()
-    return found
+    return read
 
 
 def needs_eyes(pictures: Pictures | None) -> bool:
@@ -138,13 +138,13 @@ def needs_eyes(pictures: Pictures | None) -> bool:
 
 
 def _tensor(name: str, value: Any) -> Tensor:
-    needed = "a tensor, as a processor makes it"
+    expected = "a tensor, as a processor makes it"
     try:
         tensor = torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise OptionError.of(name, needed, type(value).__name__, str(error)) from None
+        raise OptionError.of(name, expected, type(value).__name__, str(error)) from None
     if not tensor.dim():
-        raise OptionError.of(name, needed, value)
+        raise OptionError.of(name, expected, value)
     return tensor
 
 
@@ -156,10 +156,10 @@ def _places(config: Any, kind: str, rows: Sequence[Sequence[int]]) -> list[list[
 
 
 def _dealt(
-    language: ModelSpec, kind: _Kind, given: Mapping[str, Tensor], places: list[int], others: Mapping[str, Tensor]
+    language: ModelSpec, kind: _Kind, tensors: Mapping[str, Tensor], places: list[int], shapes: Mapping[str, Tensor]
 ) -> list[dict[str, Tensor]]:
     """The rows' parts of the arguments of one kind; row i has `places[i]` placeholders."""
-    if kind.main not in given:
+    if kind.main not in tensors:
         if sum(places):
             raise OptionError(
                 f"the text has {sum(places)} places for a {kind.word}, and none was given: pass `{kind.main}`"
@@ -168,7 +168,7 @@ def _dealt(
     if not sum(places):
         way_out = "put its placeholder tokens into the text, as the processor or chat template does"
         raise OptionError(f"`{kind.main}` holds a {kind.word} without a place in the text: {way_out}")
-    sizes, units = picture_tokens(language, kind.main, given, places, others)
+    sizes, units = picture_tokens(language, kind.main, tensors, places, shapes)
     counts = _counts(sizes, places)
     if counts is None:
         tokens = f"of {sizes[0]} tokens each" if len(set(sizes)) == 1 else f"of {sizes} tokens"
@@ -176,20 +176,20 @@ def _dealt(
             f"`{kind.main}` holds {len(sizes)} {kind.word}s {tokens}, and the rows have {places} places for these: "
             + _WAY_OUT
         )
-    firsts, rows_apart = [0, *accumulate(counts)], by_row(kind.main, given)
+    firsts, rows_apart = [0, *accumulate(counts)], by_row(kind.main, tensors)
     parts = []
     for row, (first, count) in enumerate(zip(firsts, counts, strict=False)):
-        own = {}
-        for name, tensor in given.items() if count else ():
+        dealt = {}
+        for name, tensor in tensors.items() if count else ():
             if rows_apart and len(tensor) == len(places):
-                own[name] = tensor[row : row + 1]
+                dealt[name] = tensor[row : row + 1]
             elif len(tensor) == len(sizes):
-                own[name] = tensor[first : first + count]
+                dealt[name] = tensor[first : first + count]
             elif len(tensor) == sum(units):  # patches of all pictures
-                own[name] = tensor[sum(units[:first]) : sum(units[: first + count])]
+                dealt[name] = tensor[sum(units[:first]) : sum(units[: first + count])]
             else:
                 raise OptionError.of(name, f"one entry for each of {len(sizes)} {kind.word}s", list(tensor.shape))
-        parts.append(own)
+        parts.append(dealt)
     return parts
 
 
@@ -207,12 +207,12 @@ def _before_text(language: ModelSpec, kind: _Kind, value: Tensor, count: int) ->
 def _counts(sizes: Sequence[int], places: Sequence[int]) -> list[int] | None:
     """How many pictures each row reads, if pictures of these sizes fill its places."""
     counts, at = [], 0
-    for left in places:
+    for remaining in places:
         begin = at
-        while left > 0 and at < len(sizes):
-            left -= sizes[at]
+        while remaining > 0 and at < len(sizes):
+            remaining -= sizes[at]
             at += 1
-        if left:
+        if remaining:
             return None
         counts.append(at - begin)
     return counts if at == len(sizes) else None

@@ -38,21 +38,21 @@ def find_capability(language: ModelSpec) -> Capability:
     What is known of a family holds for models of the class that was tried: around a decoder of a known family, a class
     that wraps it is tried too. Warns if the libraries have changed, or no tiny model can be built.
     """
-    found = known(language.config)
-    if found is None:
+    capability = known(language.config)
+    if capability is None:
         return probe(language)
-    names = [type(language.model).__name__, language.config.model_type, found.cache_kind]
+    names = [type(language.model).__name__, language.config.model_type, capability.cache_kind]
     what = " ".join([*names, *_attention(language).values()])
-    return found if holds(what, lambda: _known_holds(language, found)) else probe(language)
+    return capability if holds(what, lambda: _known_holds(language, capability)) else probe(language)
 
 
 def _attention(language: ModelSpec) -> dict[str, str]:
     """The option that gives a tiny model the same attention; none if that takes no masks."""
-    own = attention_of(language.config)
-    return {"attn_implementation": own} if own in TAKES_MASKS else {}
+    attention = attention_of(language.config)
+    return {"attn_implementation": attention} if attention in TAKES_MASKS else {}
 
 
-def _known_holds(language: ModelSpec, found: Capability) -> bool | None:
+def _known_holds(language: ModelSpec, capability: Capability) -> bool | None:
     """Whether tiny models of the family and of this class run as the family is known to; None if none can be built."""
     family = language.config.model_type
     options = {"alibi": language.config.alibi} if family == "falcon" else {}
@@ -62,12 +62,12 @@ def _known_holds(language: ModelSpec, found: Capability) -> bool | None:
         _warn(f"no tiny {family!r} model can be built, so specdec cannot check how these models run ({error})")
         return None
     with torch.autocast("cpu", enabled=False):
-        if not _agrees(language, small, known(small.config) or found):
+        if not _agrees(language, small, known(small.config) or capability):
             _warn(f"{family!r} models do not run as specdec expects, so each of them is tried by itself")
             return False
         with suppress(Exception):  # whatever the library raises where it cannot build one
             wrapper = tiny_alike(language.model, small)
-            return _agrees(language, wrapper, known(decoder_config(wrapper.config)) or found)
+            return _agrees(language, wrapper, known(decoder_config(wrapper.config)) or capability)
     return False
 
 
@@ -99,7 +99,7 @@ def _check_text(language: ModelSpec) -> None:
     if language.is_encoder_decoder:
         return
     kind: Any = type(language)
-    held = module_state(language.model, MODULE_STATE.get(language.config.model_type, ()))
+    state = module_state(language.model, MODULE_STATE.get(language.config.model_type, ()))
     try:
         reference(kind(language.model, capability=Capability("none")), [1, 1])
     except torch.OutOfMemoryError:
@@ -108,7 +108,7 @@ def _check_text(language: ModelSpec) -> None:
         name = type(language.model).__name__
         raise UnsupportedError(f"{name} reads no text alone: call `model.generate`") from error
     finally:
-        set_module_state(held)
+        set_module_state(state)
 
 
 def _candidates(language: ModelSpec) -> Iterator[Capability]:
@@ -139,17 +139,20 @@ def _styles(language: ModelSpec) -> Iterator[Positions]:
 
 
 def _agrees(language: ModelSpec, model: Any, candidate: Capability) -> bool:
-    held = module_state(model, MODULE_STATE.get(language.config.model_type, ()))
+    state = module_state(model, MODULE_STATE.get(language.config.model_type, ()))
     try:
         kind: Any = type(language)
-        tried = kind(model, capability=candidate)
-        allowed = 1e-3 if tried.dtype in (torch.float32, torch.float64) else 0.1  # of the logits' spread
-        return all(bool((got - own).abs().max() <= allowed * own.float().std()) for got, own in _trial(tried))
+        trial = kind(model, capability=candidate)
+        allowed = 1e-3 if trial.dtype in (torch.float32, torch.float64) else 0.1  # of the logits' spread
+        return all(
+            bool((logits - expected).abs().max() <= allowed * expected.float().std())
+            for logits, expected in _trial(trial)
+        )
     except Exception:
         # Whatever an architecture raises: it does not run like this.
         return False
     finally:
-        set_module_state(held)
+        set_module_state(state)
 
 
 def _trial(language: ModelSpec) -> Iterator[tuple[Tensor, Tensor]]:
@@ -176,8 +179,8 @@ def _trial(language: ModelSpec) -> Iterator[tuple[Tensor, Tensor]]:
         for row, out in enumerate(session.run(list(map(Work, rows, trees, keep)))):
             for node in range(out.work.first, len(out.work.tree)):
                 tokens = texts[row] + [out.work.tree.tokens[n] for n in out.work.tree.path(node)]
-                own = reference(language, tokens, encodings[row])
-                yield out.logits[node - out.work.first], own
+                expected = reference(language, tokens, encodings[row])
+                yield out.logits[node - out.work.first], expected
         session.commit(rows, committed)
         for text, tree, path in zip(texts, trees, committed, strict=True):
             text += [tree.tokens[node] for node in path]

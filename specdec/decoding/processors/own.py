@@ -44,8 +44,8 @@ class Suppress:
             return logits
         vocab = logits.shape[-1]
         if vocab not in self._known:
-            known = [token for token in self.tokens if 0 <= token < vocab]
-            self._known[vocab] = torch.tensor(known, device=logits.device, dtype=torch.long)
+            ids_in_vocab = [token for token in self.tokens if 0 <= token < vocab]
+            self._known[vocab] = torch.tensor(ids_in_vocab, device=logits.device, dtype=torch.long)
         return logits.index_fill(-1, self._known[vocab].to(logits.device), -torch.inf)
 
 

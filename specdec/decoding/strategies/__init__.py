@@ -41,8 +41,8 @@ def make_strategy(setup: StrategySetup) -> Strategy:
     kind: Any
     for kind in STRATEGIES:
         if kind.serves(setup.options):
-            made: Strategy = kind.of(setup)
-            return made
+            strategy: Strategy = kind.of(setup)
+            return strategy
     raise OptionError("no strategy serves these options: leave some out")
 
 

@@ -92,8 +92,8 @@ class StrategyBase:
         """Classifier-free guidance (arXiv 2306.17806): `logits` `[..., vocab]`, away from the unconditional ones."""
         if unconditional is None or self.guidance_scale is None:
             return logits
-        known = torch.log_softmax(unconditional.float(), dim=-1)
-        return self.guidance_scale * (torch.log_softmax(logits.float(), dim=-1) - known) + known
+        base = torch.log_softmax(unconditional.float(), dim=-1)
+        return self.guidance_scale * (torch.log_softmax(logits.float(), dim=-1) - base) + base
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -187,8 +187,10 @@ class TextStrategy(StrategyBase):
             if not self.ranked:
                 out.cache["decided"] = tokens.tolist(), None
             else:
-                own, at = out.logits.float(), tokens.clamp(min=0).to(out.logits.device)[:, None]
-                read, log_probs = device_reads.read(tokens.to(own.device), own.gather(-1, at)[:, 0] - own.logsumexp(-1))
+                target, at = out.logits.float(), tokens.clamp(min=0).to(out.logits.device)[:, None]
+                read, log_probs = device_reads.read(
+                    tokens.to(target.device), target.gather(-1, at)[:, 0] - target.logsumexp(-1)
+                )
                 out.cache["decided"] = list(map(int, read)), log_probs
         return out.cache["decided"]
 
@@ -203,21 +205,21 @@ class TextStrategy(StrategyBase):
             if log_probs is not None and tokens[at] == token:
                 log_prob = log_probs[at]
             else:
-                own = out.cache["own"][at] if "own" in out.cache else logits  # a local copy
-                log_prob = float(own[token] - own.logsumexp(-1))
+                near = out.cache["own"][at] if "own" in out.cache else logits  # a local copy
+                log_prob = float(near[token] - near.logsumexp(-1))
         if self.top is not None:
             values, likeliest = logits.topk(min(self.top, len(logits)))
             top = TopTokens(likeliest.tolist(), (values - logits.logsumexp(-1)).tolist())
-        kept = logits.clone() if self.keep_logits else None
-        return Step(token, kept, processed.clone() if self.keep_scores else None, log_prob, top)
+        copy = logits.clone() if self.keep_logits else None
+        return Step(token, copy, processed.clone() if self.keep_scores else None, log_prob, top)
 
 
 def paths(out: Logits) -> list[list[int]]:
     """The tokens from the sequence's text to each node with logits, its own included."""
-    tree, found = out.work.tree, {out.work.first: list[int]()}
+    tree, texts = out.work.tree, {out.work.first: list[int]()}
     for node in range(out.work.first + 1, len(tree)):
-        found[node] = [*found[tree.parents[node]], tree.tokens[node]]
-    return list(found.values())
+        texts[node] = [*texts[tree.parents[node]], tree.tokens[node]]
+    return list(texts.values())
 
 
 class Greedy(TextStrategy):

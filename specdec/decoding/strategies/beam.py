@@ -60,18 +60,18 @@ class BeamSearch(Scoring):
     def advance(self, seq: SequenceView, state: Beams, views: Sequence[View], steps: Sequence[Step]) -> Advance:
         ids = self.texts(seq, state.ids)
         scores = self._scores(ids, views)
-        found = self._choose(state, scores, views)
-        texts = None if ids is None else extended(ids, found.parents, found.tokens)
-        ends = self.stop.each(found.tokens, seq.prompt_length + state.length + 1, texts, None)
-        after, chosen = self._after(state, found, ends)
+        candidates = self._choose(state, scores, views)
+        texts = None if ids is None else extended(ids, candidates.parents, candidates.tokens)
+        ends = self.stop.each(candidates.tokens, seq.prompt_length + state.length + 1, texts, None)
+        after, chosen = self._after(state, candidates, ends)
         if texts is not None:
             after = replace(after, ids=texts[chosen])
         logits = self.logits(views, len(views)) if self.keep_logits else None
         step = Step(
-            found.tokens[chosen[0]], logits, scores.clone() if self.keep_scores and scores is not None else None
+            candidates.tokens[chosen[0]], logits, scores.clone() if self.keep_scores and scores is not None else None
         )
-        leaves = [found.parents[i] if state.length else 0 for i in chosen]
-        return Advance(after, leaves, [found.tokens[i] for i in chosen], step, after.finish)
+        leaves = [candidates.parents[i] if state.length else 0 for i in chosen]
+        return Advance(after, leaves, [candidates.tokens[i] for i in chosen], step, after.finish)
 
     def expand(self, seq: SequenceView, ends: Sequence[Branch], logits: Tensor, budget: Budget) -> Level:
         """The draft's beams: by default twice as many as the target's, without ended texts."""
@@ -79,12 +79,12 @@ class BeamSearch(Scoring):
         scores = self.draft_scores(seq, ends, logits)
         running = [end.score for end in ends]
         if self.seed is None:
-            found = best_totals(totals(scores, running), ahead)
+            candidates = best_totals(totals(scores, running), ahead)
         else:
             length = len(seq.tokens) + len(ends[0].tokens) - seq.prompt_length
             count = self.candidates(self.num_beams)
-            found = drawn(scores, running, count, noise.key(self.seed, noise.BEAMS, length))
-        return branches(found, ends)[:ahead]
+            candidates = drawn(scores, running, count, noise.key(self.seed, noise.BEAMS, length))
+        return branches(candidates, ends)[:ahead]
 
     def _scores(self, ids: Tensor | None, views: Sequence[View]) -> Tensor | None:
         """Processed log-probabilities `[beams, vocab]`; None where unprocessed logits give the same order."""
@@ -96,10 +96,10 @@ class BeamSearch(Scoring):
     def _choose(self, state: Beams, scores: Tensor | None, views: Sequence[View]) -> Candidates:
         running, count = state.pools[0].running, self.candidates(self.num_beams)
         if self.seed is not None and scores is not None:
-            found = drawn(scores, running, count, noise.key(self.seed, noise.BEAMS, state.length))
-            if not found.tokens:
+            candidates = drawn(scores, running, count, noise.key(self.seed, noise.BEAMS, state.length))
+            if not candidates.tokens:
                 raise OptionError(noise.NONE_LEFT)
-            return found
+            return candidates
         leaves = self.leading(views, count)
         if leaves is not None:
             return best_of_leaves(leaves, running, count)
@@ -107,19 +107,19 @@ class BeamSearch(Scoring):
             return best_totals(totals(scores, running), count)
         return best_of_leaves(self.leaders(self.logits(views, len(views)), None, count), running, count)
 
-    def _after(self, state: Beams, found: Candidates, ends: list[str | None]) -> tuple[Beams, list[int]]:
+    def _after(self, state: Beams, candidates: Candidates, ends: list[str | None]) -> tuple[Beams, list[int]]:
         """The next state, and the candidates that are its live beams."""
         [pool], beams, length = state.pools, self.num_beams, state.length + 1
         running = [
             float(np.float32(score) + np.float32(FAR if end else 0))
-            for score, end in zip(found.scores, ends, strict=True)
+            for score, end in zip(candidates.scores, ends, strict=True)
         ]
         chosen = sorted(range(len(running)), key=lambda i: -running[i])[:beams]
-        live = tuple(pool.extend(found, i)._replace(score=running[i]) for i in chosen)
+        live = tuple(pool.extend(candidates, i)._replace(score=running[i]) for i in chosen)
         finished = list(state.finished)
         for i, end in enumerate(ends[:beams]):
             if end is not None:
-                beam = pool.extend(found, i)
+                beam = pool.extend(candidates, i)
                 score = self._penalised(beam.score, length)
                 finished.append(Hypothesis(beam.tokens, score, beam.origins, end))
         finished = sorted(finished, key=lambda h: -h.score)[:beams]
@@ -146,5 +146,5 @@ def drawn(scores: Tensor, running: Sequence[float], count: int, address: int) ->
     noisy = total + noise.gumbel([noise.fold(address, beam) for beam in range(len(total))], ids)
     noisy = noisy.masked_fill(~torch.isfinite(total), -torch.inf).flatten()
     places = noisy.topk(min(count, len(noisy))).indices
-    found = Candidates.read(total.flatten()[places], places // len(ids), ids[places % len(ids)])
-    return found.part(range(sum(map(math.isfinite, found.scores))))
+    candidates = Candidates.read(total.flatten()[places], places // len(ids), ids[places % len(ids)])
+    return candidates.part(range(sum(map(math.isfinite, candidates.scores))))

@@ -58,10 +58,10 @@ class Candidates(NamedTuple):
         values, beams, ids = device_reads.read(scores, parents, tokens)
         return cls(values, list(map(int, beams)), list(map(int, ids)))
 
-    def part(self, kept: Sequence[int]) -> Candidates:
+    def part(self, places: Sequence[int]) -> Candidates:
         """Some of them, in this order."""
         scores, parents, tokens = self
-        return Candidates([scores[i] for i in kept], [parents[i] for i in kept], [tokens[i] for i in kept])
+        return Candidates([scores[i] for i in places], [parents[i] for i in places], [tokens[i] for i in places])
 
 
 @dataclass(frozen=True)
@@ -90,10 +90,10 @@ class BeamPool:
     def running(self) -> list[float]:
         return [beam.score for beam in self.live]
 
-    def extend(self, found: Candidates, i: int) -> Beam:
-        at = found.parents[i]
+    def extend(self, candidates: Candidates, i: int) -> Beam:
+        at = candidates.parents[i]
         parent = self.live[at]
-        return Beam((*parent.tokens, found.tokens[i]), found.scores[i], (*parent.origins, self.offset + at))
+        return Beam((*parent.tokens, candidates.tokens[i]), candidates.scores[i], (*parent.origins, self.offset + at))
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class Beams:
     @property
     def finished(self) -> tuple[Hypothesis, ...]:
         """The hypotheses of all pools, best first; of equals the later first."""
-        return tuple(sorted((found for pool in self.pools for found in pool.ended), key=lambda h: h.score)[::-1])
+        return tuple(sorted((text for pool in self.pools for text in pool.ended), key=lambda h: h.score)[::-1])
 
     @property
     def length(self) -> int:
@@ -254,19 +254,19 @@ class SearchSampler(GreedySampler):
 
 def best_of_leaves(leaves: Sequence[LeafCandidates], running: Sequence[float], count: int) -> Candidates:
     """The `count` best continuations of beams with sums `running`, of equals the first; one leaf may serve all."""
-    own = [leaves[i if len(leaves) > 1 else 0] for i in range(len(running))]
-    total = np.stack([values + np.float32(score) for (values, _), score in zip(own, running, strict=True)])
+    tables = [leaves[i if len(leaves) > 1 else 0] for i in range(len(running))]
+    total = np.stack([values + np.float32(score) for (values, _), score in zip(tables, running, strict=True)])
     places = np.argsort(-total, axis=None, kind="stable")[:count].tolist()
     pairs = [divmod(place, total.shape[1]) for place in places]
-    tokens = [own[beam][1][rank] for beam, rank in pairs]
+    tokens = [tables[beam][1][rank] for beam, rank in pairs]
     return Candidates([float(total[pair]) for pair in pairs], [beam for beam, _ in pairs], tokens)
 
 
-def branches(found: Candidates, ends: Sequence[Branch]) -> Level:
+def branches(candidates: Candidates, ends: Sequence[Branch]) -> Level:
     """Candidates as a draft's next level, best first."""
     finite = [
         (parent, Branch([*ends[parent].tokens, token], score, math.exp(min(score - ends[parent].score, 0.0))))
-        for score, parent, token in zip(*found, strict=True)
+        for score, parent, token in zip(*candidates, strict=True)
         if math.isfinite(score)
     ]
     return sorted(finite, key=lambda branch: -branch[1].score)

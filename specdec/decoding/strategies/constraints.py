@@ -110,14 +110,14 @@ class ConstraintProgress:
         As in 4.49, where copies of a disjunction in progress share one list of ids: an id that one copy tries is begun
         for the next ones, and all copies that their id does not complete end up with the whole list.
         """
-        found, shared = [], self
+        pairs, shared = [], self
         for token in self.advance():
-            found.append((token, shared._add(token)))
+            pairs.append((token, shared._add(token)))
             if shared.now is not None and token in shared.now.advance(shared.begun):
                 shared = replace(shared, begun=(*shared.begun, token))
         if self.now is None:
-            return found
-        return [(token, after if after.now is None else replace(after, begun=shared.begun)) for token, after in found]
+            return pairs
+        return [(token, after if after.now is None else replace(after, begun=shared.begun)) for token, after in pairs]
 
     def _add(self, token: int) -> ConstraintProgress:
         if self.now is not None:
@@ -145,7 +145,7 @@ def read_constraints(constraints: Any, force_words_ids: Any) -> list[Constraint]
     words = [] if force_words_ids is None else force_words_ids
     if not is_list(words):
         raise OptionError.of("force_words_ids", "a list of phrases, or of lists of phrases", force_words_ids)
-    if any(given is not None and not len(given) for given in (constraints, force_words_ids)):
+    if any(value is not None and not len(value) for value in (constraints, force_words_ids)):
         name = "constraints" if constraints is not None and not len(constraints) else "force_words_ids"
         raise OptionError(f"`{name}` is empty: pass at least one phrase, or leave it out")
     return [*objects, *map(_word, words)]

@@ -42,7 +42,7 @@ class Turn(NamedTuple):
     """One pool's step: the pool after it, its beams as continuations of earlier ones, its scores."""
 
     pool: BeamPool
-    found: Candidates
+    candidates: Candidates
     scores: Tensor
 
 
@@ -57,39 +57,39 @@ class PoolSearch(Scoring):
     end_id: int = 0
     pad_id: int = 0
 
-    def turns(self, pools: Sequence[BeamPool], ids: Tensor | None, own: Tensor) -> Iterator[Turn]:
-        """The open pools' steps in order, from `ids` and log-probabilities `own` of all their beams."""
+    def turns(self, pools: Sequence[BeamPool], ids: Tensor | None, log_probs: Tensor) -> Iterator[Turn]:
+        """The open pools' steps in order, from `ids` and `log_probs` of all their beams."""
         raise NotImplementedError
 
     def advance(self, seq: SequenceView, state: Beams, views: Sequence[View], steps: Sequence[Step]) -> Advance:
         open_ = [pool for pool in state.pools if not pool.done]
-        ids, own = self.texts(seq, state.ids), self.log_probs(views, len(open_) * self.size)
-        turns = list(self.turns(state.pools, ids, own))
-        parents = [i * self.size + parent for i, turn in enumerate(turns) for parent in turn.found.parents]
-        tokens = [token for turn in turns for token in turn.found.tokens]
+        ids, log_probs = self.texts(seq, state.ids), self.log_probs(views, len(open_) * self.size)
+        turns = list(self.turns(state.pools, ids, log_probs))
+        parents = [i * self.size + parent for i, turn in enumerate(turns) for parent in turn.candidates.parents]
+        tokens = [token for turn in turns for token in turn.candidates.tokens]
         texts = None if ids is None else extended(ids, parents, tokens)
         ends = self.stop.each(tokens, seq.prompt_length + state.length + 1, texts, None)
-        kept = [i for i in range(len(tokens)) if not turns[i // self.size].pool.done]
-        after = self._after(state, [turn.pool for turn in turns], ends, None if texts is None else texts[kept])
+        live = [i for i in range(len(tokens)) if not turns[i // self.size].pool.done]
+        after = self._after(state, [turn.pool for turn in turns], ends, None if texts is None else texts[live])
         step = Step(
             tokens[0],
-            self._placed(open_, self.logits(views, len(own))) if self.keep_logits else None,
+            self._placed(open_, self.logits(views, len(log_probs))) if self.keep_logits else None,
             self._placed(open_, torch.cat([turn.scores for turn in turns])) if self.keep_scores else None,
         )
-        leaves = [parents[i] if state.length else 0 for i in kept]
+        leaves = [parents[i] if state.length else 0 for i in live]
         shown, numbers = None, count()
         if state.length:  # the leaf of every beam; -1 in pools that are done
             shown = [-1 if pool.done else next(numbers) for pool in state.pools for _ in pool.live]
-        return Advance(after, leaves, [tokens[i] for i in kept], step, after.finish, shown)
+        return Advance(after, leaves, [tokens[i] for i in live], step, after.finish, shown)
 
-    def walk(self, pool: BeamPool, found: Candidates) -> tuple[list[int], BeamPool]:
+    def walk(self, pool: BeamPool, candidates: Candidates) -> tuple[list[int], BeamPool]:
         """The candidates that go on, best first, and the pool with the texts that ended before them."""
         going: list[int] = []
-        for rank, (parent, token) in enumerate(zip(found.parents, found.tokens, strict=True)):
+        for rank, (parent, token) in enumerate(zip(candidates.parents, candidates.tokens, strict=True)):
             if token not in self.stop.eos_ids:
                 going.append(rank)
             elif rank < self.size and (not pool.progress or pool.progress[parent].fulfilled):
-                beam = pool.extend(found, rank)
+                beam = pool.extend(candidates, rank)
                 pool = self._ended(pool, beam._replace(tokens=(*beam.tokens[:-1], self.end_id)), "eos")
             if len(going) == self.size:
                 break
@@ -113,13 +113,13 @@ class PoolSearch(Scoring):
     def _ended(self, pool: BeamPool, beam: Beam, reason: str) -> BeamPool:
         """The pool with `beam` among its hypotheses, of which it keeps the best `size`."""
         score = beam.score / len(beam.tokens) ** self.length_penalty
-        kept = pool.ended
-        if len(kept) >= self.size:
-            worst = min(range(len(kept)), key=lambda i: kept[i].score)
-            if not score > kept[worst].score:
+        hypotheses = pool.ended
+        if len(hypotheses) >= self.size:
+            worst = min(range(len(hypotheses)), key=lambda i: hypotheses[i].score)
+            if not score > hypotheses[worst].score:
                 return pool
-            kept = kept[:worst] + kept[worst + 1 :]
-        return replace(pool, ended=(*kept, Hypothesis(beam.tokens, score, beam.origins, reason)))
+            hypotheses = hypotheses[:worst] + hypotheses[worst + 1 :]
+        return replace(pool, ended=(*hypotheses, Hypothesis(beam.tokens, score, beam.origins, reason)))
 
     def _after(self, state: Beams, stepped: list[BeamPool], ends: list[str | None], ids: Tensor | None) -> Beams:
         """The next state, from the open pools after their step and each beam's finish reason, if it ends here."""
@@ -167,18 +167,18 @@ class GroupSearch(PoolSearch):
 
         A branch's `groups` holds the groups that it serves.
         """
-        own = self.draft_scores(seq, ends, logits)
+        log_probs = self.draft_scores(seq, ends, logits)
         # The target's leaves are in the order of their groups.
         serves: list[Collection[int]] = [
             end.groups or (range(self.groups) if len(ends) == 1 else (i // self.size,)) for i, end in enumerate(ends)
         ]
-        found: dict[tuple[int, int], tuple[int, Branch]] = {}
+        children: dict[tuple[int, int], tuple[int, Branch]] = {}
         chosen: list[int] = []
         for group in range(self.groups):
             mine = [i for i, served in enumerate(serves) if group in served]
             if not mine:
                 continue
-            scores = own[mine]
+            scores = log_probs[mine]
             for token in chosen:
                 scores[:, token] -= self.diversity_penalty
             total = totals(scores, [ends[i].score for i in mine])
@@ -186,12 +186,12 @@ class GroupSearch(PoolSearch):
             chosen += best.tokens[: self.size]
             for i, branch in branches(best, [ends[i] for i in mine]):
                 place = (mine[i], branch.tokens[-1])
-                known = found[place][1] if place in found else branch
-                better = max(known, branch, key=lambda b: b.score)
-                found[place] = (mine[i], better._replace(groups=frozenset((*(known.groups or ()), group))))
-        return sorted(found.values(), key=lambda branch: -branch[1].score)
+                earlier = children[place][1] if place in children else branch
+                better = max(earlier, branch, key=lambda b: b.score)
+                children[place] = (mine[i], better._replace(groups=frozenset((*(earlier.groups or ()), group))))
+        return sorted(children.values(), key=lambda branch: -branch[1].score)
 
-    def turns(self, pools: Sequence[BeamPool], ids: Tensor | None, own: Tensor) -> Iterator[Turn]:
+    def turns(self, pools: Sequence[BeamPool], ids: Tensor | None, log_probs: Tensor) -> Iterator[Turn]:
         """The open groups' steps, each with penalties for the choices of earlier groups."""
         at, chosen = 0, list[int]()
         for pool in pools:
@@ -201,18 +201,18 @@ class GroupSearch(PoolSearch):
                 continue
             mine = slice(at, at + self.size)
             mine_ids = None if ids is None else ids[mine]
-            scores = self.processors(mine_ids, own[mine] - self._penalties(chosen, own))
-            found = best_totals(totals(scores, pool.running), self.candidates(self.size))
-            going, pool = self.walk(pool, found)
-            best = found.part(going)
-            yield Turn(self.step(pool, best, found.scores[0]), best, scores)
+            scores = self.processors(mine_ids, log_probs[mine] - self._penalties(chosen, log_probs))
+            candidates = best_totals(totals(scores, pool.running), self.candidates(self.size))
+            going, pool = self.walk(pool, candidates)
+            best = candidates.part(going)
+            yield Turn(self.step(pool, best, candidates.scores[0]), best, scores)
             chosen, at = chosen + best.tokens, at + self.size
 
     def _penalties(self, chosen: Sequence[int], scores: Tensor) -> Tensor:
         """What every token costs `[vocab]`; some checkpoints pad with an id beyond their vocabulary."""
         vocab = scores.shape[1]
-        known = torch.tensor([token for token in chosen if token < vocab], dtype=torch.long, device=scores.device)
-        return self.diversity_penalty * known.bincount(minlength=vocab)
+        ids = torch.tensor([token for token in chosen if token < vocab], dtype=torch.long, device=scores.device)
+        return self.diversity_penalty * ids.bincount(minlength=vocab)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -243,24 +243,24 @@ class ConstrainedSearch(PoolSearch):
     def begin(self) -> Beams:
         return Beams((BeamPool.of(self.num_beams, progress=self.progress),))
 
-    def turns(self, pools: Sequence[BeamPool], ids: Tensor | None, own: Tensor) -> Iterator[Turn]:
+    def turns(self, pools: Sequence[BeamPool], ids: Tensor | None, log_probs: Tensor) -> Iterator[Turn]:
         """The pool's step, with continuations that advance constraints."""
         [pool] = pools
-        total = totals(self.processors(ids, own), pool.running)
-        found = best_totals(total, self.candidates(self.num_beams))
-        going, pool = self.walk(pool, found)
+        total = totals(self.processors(ids, log_probs), pool.running)
+        candidates = best_totals(total, self.candidates(self.num_beams))
+        going, pool = self.walk(pool, candidates)
         beams = [beam.tokens for beam in pool.live]
-        chosen = _pushed(found.part(going), beams, pool.progress, total, self.num_beams)
+        chosen = _pushed(candidates.part(going), beams, pool.progress, total, self.num_beams)
         steps = zip(chosen.parents, chosen.tokens, strict=True)
         progress = tuple(pool.progress[beam].after([token]) for beam, token in steps)
-        yield Turn(replace(self.step(pool, chosen, found.scores[0]), progress=progress), chosen, total)
+        yield Turn(replace(self.step(pool, chosen, candidates.scores[0]), progress=progress), chosen, total)
 
     def closed(self, pool: BeamPool, beams: Iterable[tuple[Beam, str]]) -> BeamPool:
         """Adds beams that fulfil the constraints, and the others if these are too few."""
-        fulfilled, others = list[tuple[Beam, str]](), list[tuple[Beam, str]]()
+        fulfilled, unfulfilled = list[tuple[Beam, str]](), list[tuple[Beam, str]]()
         for beam, progress in zip(beams, pool.progress, strict=True):
-            (fulfilled if progress.fulfilled else others).append(beam)
-        return super().closed(pool, fulfilled + (others if len(fulfilled) < self.returned else []))
+            (fulfilled if progress.fulfilled else unfulfilled).append(beam)
+        return super().closed(pool, fulfilled + (unfulfilled if len(fulfilled) < self.returned else []))
 
     def expand(self, seq: SequenceView, ends: Sequence[Branch], logits: Tensor, budget: Budget) -> Level:
         """The draft's beams: by default twice as many as the target's, without ended texts, with forced tokens."""
@@ -268,13 +268,13 @@ class ConstrainedSearch(PoolSearch):
         total = totals(self.draft_scores(seq, ends, logits), [end.score for end in ends])
         generated = seq.tokens[seq.prompt_length :]
         progress = [self.progress.after([*generated, *end.tokens]) for end in ends]
-        found = best_totals(total, ahead)
+        candidates = best_totals(total, ahead)
         beams = [tuple(end.tokens) for end in ends]
-        return branches(_pushed(found, beams, progress, total, ahead), ends)
+        return branches(_pushed(candidates, beams, progress, total, ahead), ends)
 
 
 def _pushed(
-    found: Candidates,
+    candidates: Candidates,
     beams: Sequence[tuple[int, ...]],
     progress: Sequence[ConstraintProgress],
     total: Tensor,
@@ -284,17 +284,17 @@ def _pushed(
 
     A bank holds candidates whose constraints have advanced equally far. `total`: scores `[beams, vocab]`.
     """
-    pairs = list(zip(found.parents, found.tokens, strict=True))
+    pairs = list(zip(candidates.parents, candidates.tokens, strict=True))
     ranks = [progress[beam].after([token]).bank for beam, token in pairs]
-    known = {(beams[beam], token) for beam, token in pairs}
-    for beam, own in enumerate(progress):
-        for token, after in own.forced():
-            if (beams[beam], token) not in known:
-                known.add((beams[beam], token))
+    present = {(beams[beam], token) for beam, token in pairs}
+    for beam, constraints in enumerate(progress):
+        for token, after in constraints.forced():
+            if (beams[beam], token) not in present:
+                present.add((beams[beam], token))
                 pairs.append((beam, token))
                 ranks.append(after.bank)
-    if len(pairs) == len(found.tokens):
-        return found
+    if len(pairs) == len(candidates.tokens):
+        return candidates
     parents, tokens = [beam for beam, _ in pairs], [token for _, token in pairs]
     sums = total[parents, tokens]
     order = (torch.tensor(ranks, device=sums.device) * _STEP + sums).sort(descending=True).indices.tolist()

@@ -63,20 +63,20 @@ def draft_distribution(tree: Tree, node: int) -> Tensor | None:
 
 def drawn_children(tree: Tree, node: int) -> list[tuple[int, Tensor]]:
     """The children of `node` up to the first guess, in order, each with the q that it was drawn from."""
-    found = []
+    children = []
     for child in range(node + 1, len(tree)):
         if tree.parents[child] == node:
             if (q := draft_distribution(tree, child)) is None:
                 break
-            found.append((child, q))
-    return found
+            children.append((child, q))
+    return children
 
 
 def residual(p: Tensor, q: Tensor) -> Tensor:
     """The positive part of p - q, normalised, `[..., vocab]`; p where rounding leaves nothing."""
-    rest = (p - q).clamp_(min=0.0)
-    mass = rest.sum(dim=-1, keepdim=True)
-    return torch.where(mass > 0, rest / mass, p)
+    excess = (p - q).clamp_(min=0.0)
+    mass = excess.sum(dim=-1, keepdim=True)
+    return torch.where(mass > 0, excess / mass, p)
 
 
 class Rejection(Coupled):
@@ -96,35 +96,35 @@ class Rejection(Coupled):
 
     def choose(self, seq: SequenceView, new: list[int], out: Logits, node: int, processed: Tensor) -> int:
         """The first accepted child's token, or a draw from the residual of p after all children."""
-        tree, place, left = out.work.tree, (generated(seq), len(new)), processed
-        for order, (child, q) in enumerate(drawn_children(tree, node)):  # left: the residual's log-probabilities
+        tree, place, log_p = out.work.tree, (generated(seq), len(new)), processed
+        for order, (child, q) in enumerate(drawn_children(tree, node)):  # log_p: of the residual
             token = tree.tokens[child]
-            p, q = torch.softmax(left, dim=-1), q.to(left.device)
+            p, q = torch.softmax(log_p, dim=-1), q.to(log_p.device)
             r = noise.uniform(noise.key(self.seed, noise.ACCEPT, *place, order))
             if r * float(q[token]) < float(p[token]):  # strict: p = 0 never passes; multiplied: q = 0 divides nothing
                 return token
-            left = residual(p, q).log()
-        return noise.draw(left, noise.key(self.seed, noise.DRAW, *place))
+            log_p = residual(p, q).log()
+        return noise.draw(log_p, noise.key(self.seed, noise.DRAW, *place))
 
     def choose_all(self, seq: SequenceView, out: Logits, processed: Tensor) -> Tensor:
         """The same for all nodes at once: the first children of all nodes, then the second ones, and so on."""
         tree, start, depths = out.work.tree, generated(seq), [len(path) for path in paths(out)]
         children = [drawn_children(tree, out.work.first + at) for at in range(len(processed))]
-        left = device_reads.with_float64(processed).clone()
-        chosen = torch.full((len(left),), -1, device=left.device)
+        log_p = device_reads.with_float64(processed).clone()
+        chosen = torch.full((len(log_p),), -1, device=log_p.device)
         for order in range(max(map(len, children))):
-            nodes = [at for at, own in enumerate(children) if len(own) > order]
+            nodes = [at for at, siblings in enumerate(children) if len(siblings) > order]
             q = torch.stack([children[at][order][1] for at in nodes])
-            tokens = torch.tensor([tree.tokens[children[at][order][0]] for at in nodes], device=left.device)
+            tokens = torch.tensor([tree.tokens[children[at][order][0]] for at in nodes], device=log_p.device)
             keys = [noise.key(self.seed, noise.ACCEPT, start, depths[at], order) for at in nodes]
-            r = torch.tensor([noise.uniform(key) for key in keys], dtype=torch.float64, device=left.device)
-            rows = torch.tensor(nodes, device=left.device)
-            p, q = torch.softmax(left[rows], dim=-1), q.to(left.device)
+            r = torch.tensor([noise.uniform(key) for key in keys], dtype=torch.float64, device=log_p.device)
+            rows = torch.tensor(nodes, device=log_p.device)
+            p, q = torch.softmax(log_p[rows], dim=-1), q.to(log_p.device)
             passes = r * q.gather(-1, tokens[:, None])[:, 0] < p.gather(-1, tokens[:, None])[:, 0]
-            known = chosen[rows]
-            chosen[rows] = torch.where((known < 0) & passes, tokens, known)
-            left[rows] = residual(p, q).log()
-        drawn = noise.draws(left, [noise.key(self.seed, noise.DRAW, start, depth) for depth in depths])
+            earlier = chosen[rows]
+            chosen[rows] = torch.where((earlier < 0) & passes, tokens, earlier)
+            log_p[rows] = residual(p, q).log()
+        drawn = noise.draws(log_p, [noise.key(self.seed, noise.DRAW, start, depth) for depth in depths])
         return torch.where(chosen < 0, drawn.to(chosen.device), chosen)
 
 
@@ -144,13 +144,13 @@ class _Verdict:
 class _Stop:
     """A node of the current path: its weight, its remaining `children`, and p `[vocab]` of the tokens after it.
 
-    `left`: p as log-probabilities, up to a constant.
+    `log_p`: p as log-probabilities, up to a constant.
     """
 
     node: int
     weight: float
     children: Iterator[tuple[int, Tensor]]
-    left: Tensor
+    log_p: Tensor
     p: Tensor
 
 
@@ -164,8 +164,8 @@ def without_child(weight: float, p: Tensor, q: Tensor) -> tuple[float, Tensor]:
     """A node's weight and p after the removal of a child that was drawn from `q`."""
     excess = (weight * p - q).clamp_(min=0.0)
     mass = float(excess.sum())
-    rest = mass + 1.0 - weight
-    return mass / rest if rest > 0 else 1.0, excess / mass if mass > 0 else p
+    remaining = mass + 1.0 - weight
+    return mass / remaining if remaining > 0 else 1.0, excess / mass if mass > 0 else p
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -215,24 +215,24 @@ class Block(Rejection):
         tree, start, verdict = out.work.tree, generated(seq), _Verdict(len(new))
         if self.reads_once(out):
             kinds = [self.all_processed(seq, out), *([out.logits.float()] if self.ranked else [])]
-            tree, verdict.copies, *own = _copied(tree, out.work.first, kinds)
-            out.cache.update(zip(["own"], own, strict=False))
+            tree, verdict.copies, *unprocessed = _copied(tree, out.work.first, kinds)
+            out.cache.update(zip(["own"], unprocessed, strict=False))
 
         def stop(node: int, weight: float, path: list[int]) -> _Stop:
             near = verdict.copies
-            left = self.processed(seq, new + path, out, node) if near is None else near[node - out.work.first]
-            return _Stop(node, weight, iter(drawn_children(tree, node)), left, torch.softmax(left, dim=-1))
+            log_p = self.processed(seq, new + path, out, node) if near is None else near[node - out.work.first]
+            return _Stop(node, weight, iter(drawn_children(tree, node)), log_p, torch.softmax(log_p, dim=-1))
 
         way, path = [stop(root, 1.0, [])], list[int]()
         while True:
             here, place = way[-1], len(new) + len(path)
-            found = next(here.children, None)
-            if found is not None:
-                child, q = found
+            drawn = next(here.children, None)
+            if drawn is not None:
+                child, q = drawn
                 path.append(tree.tokens[child])
                 way.append(stop(child, child_weight(here.weight, here.p, q.to(here.p.device), path[-1]), path))
             elif not path or noise.uniform(noise.key(self.seed, noise.ACCEPT, start, place, here.node)) < here.weight:
-                final = noise.draw(here.left, noise.key(self.seed, noise.DRAW, start, place))
+                final = noise.draw(here.log_p, noise.key(self.seed, noise.DRAW, start, place))
                 verdict.tokens = [*path, final]
                 return verdict
             else:
@@ -242,7 +242,7 @@ class Block(Rejection):
                 parent, q_ = way[-1], draft_distribution(tree, here.node)
                 assert q_ is not None
                 parent.weight, parent.p = without_child(parent.weight, parent.p, q_.to(parent.p.device))
-                parent.left = parent.p.log()
+                parent.log_p = parent.p.log()
 
 
 def _copied(tree: Tree, first: int, kinds: Sequence[Tensor]) -> tuple[Any, ...]:
@@ -250,6 +250,6 @@ def _copied(tree: Tree, first: int, kinds: Sequence[Tensor]) -> tuple[Any, ...]:
     drawn = [(node, q) for node in range(first, len(tree)) if (q := draft_distribution(tree, node)) is not None]
     near = torch.cat([*kinds, *(q.to(kinds[0])[None] for _, q in drawn)]).cpu()
     parts = torch.split(near, len(kinds[0]))
-    own = dict(zip((node for node, _ in drawn), torch.cat(parts[len(kinds) :]), strict=True))
+    copies = dict(zip((node for node, _ in drawn), torch.cat(parts[len(kinds) :]), strict=True))
     none = parts[0].new_empty(0)
-    return replace(tree, q=[own.get(node, none) for node in range(len(tree))]), *parts[: len(kinds)]
+    return replace(tree, q=[copies.get(node, none) for node in range(len(tree))]), *parts[: len(kinds)]

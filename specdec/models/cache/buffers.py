@@ -125,8 +125,8 @@ class KvBuffers(Cache):  # type: ignore[misc]
         # Not equal: compiled code would specialise on `end == capacity`.
         if self.end >= self.capacity:
             self._widen(self.end + 1)
-        for row, own in enumerate(layout.maps, first):
-            self._written[row] = max(self._written[row], own.top + layout.nodes)
+        for row, columns_of_row in enumerate(layout.maps, first):
+            self._written[row] = max(self._written[row], columns_of_row.top + layout.nodes)
 
     def point(self, row: int, start: int, nodes: int) -> None:
         """`prepare` for one row whose new nodes follow its text."""
@@ -153,8 +153,8 @@ class KvBuffers(Cache):  # type: ignore[misc]
 
     def reserve(self, rows: int) -> None:
         if rows > self.row_capacity and self.bounds is not None:
-            kept = min(self.capacity, max(self.bounds[1], self._held() + 1))
-            self._resize(min(max(rows, 2 * self.row_capacity), max(rows, self.bounds[0])), kept)
+            columns = min(self.capacity, max(self.bounds[1], self._held() + 1))
+            self._resize(min(max(rows, 2 * self.row_capacity), max(rows, self.bounds[0])), columns)
         elif rows > self.row_capacity:
             self._resize(*self._ample(max(rows, 2 * self.row_capacity), self.capacity))
         self._written += [0] * (rows - len(self._written))
@@ -162,8 +162,8 @@ class KvBuffers(Cache):  # type: ignore[misc]
     def bound(self, rows: int, columns: int) -> None:
         self.bounds = (rows, columns)
         if self.row_capacity * self.capacity > rows * columns:
-            kept = min(self.capacity, max(columns, self._held() + 1))
-            self._resize(min(self.row_capacity, max(rows, len(self._written))), kept)
+            capacity = min(self.capacity, max(columns, self._held() + 1))
+            self._resize(min(self.row_capacity, max(rows, len(self._written))), capacity)
 
     def shrink(self, rows: int) -> None:
         """Shrinks buffers of which at most a quarter is in use."""
@@ -213,17 +213,18 @@ class KvBuffers(Cache):  # type: ignore[misc]
         for layer, (keys, values) in zip(self.layers, prefix, strict=False):
             if layer.buffers is None:
                 layer.lazy_initialization(keys[None], values[None])
-            for buffer, kept in zip(layer.buffers, (keys, values), strict=True):
-                buffer[row, :, :length] = kept[:, :length]
+            for buffer, source in zip(layer.buffers, (keys, values), strict=True):
+                buffer[row, :, :length] = source[:, :length]
 
     def _buffers(self) -> list[Tensor]:
         return [buffer for layer in self.layers for buffer in layer.buffers or ()]
 
     def _widen(self, columns: int) -> None:
-        rows, wanted = self.row_capacity, max(2 * self.capacity, columns + _FIRST_CAPACITY)
+        rows, capacity = self.row_capacity, max(2 * self.capacity, columns + _FIRST_CAPACITY)
         if self.bounds is not None:
-            rows, wanted = min(rows, max(len(self._written), self.bounds[0])), min(wanted, max(columns, self.bounds[1]))
-        self._resize(*self._ample(rows, wanted))
+            rows = min(rows, max(len(self._written), self.bounds[0]))
+            capacity = min(capacity, max(columns, self.bounds[1]))
+        self._resize(*self._ample(rows, capacity))
 
     def _ample(self, rows: int, columns: int) -> tuple[int, int]:
         """This many rows and columns, or `_LAZY_ROWS` and `_LAZY_COLUMNS` where reserving them costs nothing."""
@@ -245,13 +246,13 @@ class KvBuffers(Cache):  # type: ignore[misc]
     def _resize(self, rows: int, capacity: int) -> None:
         written, moved = [min(columns, capacity) for columns in self._written], list[Any]()
         for layer in self.layers:
-            made = []
+            resized = []
             for old in layer.buffers or ():
-                made.append(new := _zeros(old, rows, old.shape[1], capacity, old.shape[3]))
+                resized.append(new := _zeros(old, rows, old.shape[1], capacity, old.shape[3]))
                 for row, columns in enumerate(written[: min(rows, old.shape[0])]):
                     columns = min(old.shape[2], columns)
                     new[row, :, :columns] = old[row, :, :columns]
-            moved.append(tuple(made) or None)
+            moved.append(tuple(resized) or None)
         for layer, buffers in zip(self.layers, moved, strict=True):  # nothing has changed if memory ran out
             layer.buffers = buffers
         self.row_capacity, self.capacity, self._written, self._allocated, self._pairs = rows, capacity, written, [], []

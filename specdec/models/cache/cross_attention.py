@@ -75,8 +75,8 @@ class CrossAttention:
                 use_cache=True,
             )
             for i, encoder_row in enumerate(encoder_rows):
-                found = [(layer.keys[i], layer.values[i]) for layer in cache.cross_attention_cache.layers]
-                self.buffers.write_prefix(encoder_row, found, frames)
+                projections = [(layer.keys[i], layer.values[i]) for layer in cache.cross_attention_cache.layers]
+                self.buffers.write_prefix(encoder_row, projections, frames)
         self._unread -= unread
         self._forget()  # buffers may have grown
 

@@ -83,10 +83,10 @@ class ColumnMap:
             self.base = self.top = self.base + num_text
             return
         columns, parents = self.with_new(tree)
-        kept = [*range(self.num_text), *(self.num_text + node for node in path)]
-        number = {node: i for i, node in enumerate(kept)} | {-1: -1}
-        self.parents = [number[parents[node]] for node in kept]
-        self.scattered = [columns[node] for node in kept]
+        places = [*range(self.num_text), *(self.num_text + node for node in path)]
+        number = {node: i for i, node in enumerate(places)} | {-1: -1}
+        self.parents = [number[parents[node]] for node in places]
+        self.scattered = [columns[node] for node in places]
         self.num_text += num_text
         self.top = max([self.base, *(column + 1 for column in self.scattered)])
 
@@ -138,11 +138,11 @@ class Layout:
     @classmethod
     def of(cls, trees: Sequence[Tree], maps: list[ColumnMap], device: torch.device) -> Layout:
         """The layout of `trees`, which begin with the pending branches of `maps`, or are empty."""
-        sizes = [max(len(tree) - own.pending, 0) for tree, own in zip(trees, maps, strict=True)]
-        tops = [own.top for own in maps]
+        sizes = [max(len(tree) - column_map.pending, 0) for tree, column_map in zip(trees, maps, strict=True)]
+        tops = [column_map.top for column_map in maps]
         nodes, start = max(sizes), max(tops)
         level = min(tops) == start
-        any_scattered = any(own.scattered for own in maps)
+        any_scattered = any(column_map.scattered for column_map in maps)
         if level and not any_scattered and min(sizes) == nodes and all(tree.is_chain for tree in trees):
             return cls(maps, sizes, nodes, start, None, None, device)
         columns = None if level else torch.tensor(tops, device=device)[:, None] + torch.arange(nodes, device=device)
@@ -161,35 +161,35 @@ class Layout:
 
     def shifted(self) -> Tensor:
         """Positions `[rows, nodes]` as an argument of the model."""
-        shifts = torch.tensor([own.shift for own in self.maps], device=self.device)
+        shifts = torch.tensor([column_map.shift for column_map in self.maps], device=self.device)
         positions = (self.view or self.causal()).positions + shifts[:, None]
         return positions.clamp(min=0)  # nodes of padding are at position 0, and a shift may be negative
 
     def spans(self) -> Tensor:
         """Length of the text when plain decoding read each node, `[rows, nodes]`."""
-        initial = torch.tensor([own.initial_length for own in self.maps], device=self.device)[:, None]
+        initial = torch.tensor([column_map.initial_length for column_map in self.maps], device=self.device)[:, None]
         return torch.maximum((self.view or self.causal()).positions + 1, initial)
 
 
 def _view(trees: Sequence[Tree], maps: list[ColumnMap], nodes: int, end: int, device: torch.device) -> AttentionView:
     """Each node sees the columns below `base`, and its ancestors among the `few` others."""
-    placed = [own.with_new(tree) for tree, own in zip(trees, maps, strict=True)]
-    few = max(len(own.scattered) for own in maps) + nodes
+    placed = [column_map.with_new(tree) for tree, column_map in zip(trees, maps, strict=True)]
+    few = max(len(column_map.scattered) for column_map in maps) + nodes
     columns = np.full((len(maps), few), end, dtype=np.int64)  # `end`: a column for padding, cut off below
-    deep, seen = np.zeros_like(columns), np.zeros((len(maps), nodes, few), dtype=bool)
+    deep, is_seen = np.zeros_like(columns), np.zeros((len(maps), nodes, few), dtype=bool)
     positions = np.zeros((len(maps), nodes), dtype=np.int64)
-    for row, (own, (used, parents)) in enumerate(zip(maps, placed, strict=True)):
-        begin, count = len(own.scattered), len(used)
+    for row, (column_map, (used, parents)) in enumerate(zip(maps, placed, strict=True)):
+        begin, count = len(column_map.scattered), len(used)
         size = count - begin
-        columns[row, :count], deep[row, :count] = used, np.array(depths_of(parents), dtype=np.int64) + own.base
+        columns[row, :count], deep[row, :count] = used, np.array(depths_of(parents), dtype=np.int64) + column_map.base
         positions[row, :size] = deep[row, begin:count]
-        seen[row, :size, :count] = ancestry(parents)[begin:]
+        is_seen[row, :size, :count] = ancestry(parents)[begin:]
         # Padding sees at least itself: a softmax over nothing would be NaN.
         padding = np.arange(nodes - size)
-        columns[row, count + padding] = deep[row, count + padding] = own.top + size + padding
-        seen[row, size + padding, count + padding] = True
-    base = torch.tensor([own.base for own in maps], device=device)[:, None, None]
-    at, depth, kin = (torch.from_numpy(part).to(device) for part in (columns, deep, seen))
+        columns[row, count + padding] = deep[row, count + padding] = column_map.top + size + padding
+        is_seen[row, size + padding, count + padding] = True
+    base = torch.tensor([column_map.base for column_map in maps], device=device)[:, None, None]
+    at, depth, kin = (torch.from_numpy(part).to(device) for part in (columns, deep, is_seen))
     every = torch.arange(end + 1, device=device)
     visible = (every < base).repeat(1, nodes, 1)  # padding sees the text as well
     visible.scatter_(2, at[:, None].expand(-1, nodes, -1), kin)
@@ -209,14 +209,14 @@ def ancestry(parents: list[int]) -> np.ndarray:
     return kin
 
 
-def seen_columns(seen: np.ndarray) -> list[int]:
-    """The end of a table's row for columns that are `seen` or not: a range, then words of bits."""
-    columns = np.flatnonzero(seen)
+def seen_columns(is_seen: np.ndarray) -> list[int]:
+    """The end of a table's row for columns that `is_seen` marks or not: a range, then words of bits."""
+    columns = np.flatnonzero(is_seen)
     first = int(columns[0]) if len(columns) else 0
-    gaps = np.flatnonzero(~seen[first:])
-    base = first + int(gaps[0]) if len(gaps) else len(seen)
-    rest = seen[base : int(columns[-1]) + 1] if len(columns) else seen[:0]
-    bits = np.zeros(-(-len(rest) // WORD) * WORD, dtype=bool)
-    bits[: len(rest)] = rest
+    gaps = np.flatnonzero(~is_seen[first:])
+    base = first + int(gaps[0]) if len(gaps) else len(is_seen)
+    after = is_seen[base : int(columns[-1]) + 1] if len(columns) else is_seen[:0]
+    bits = np.zeros(-(-len(after) // WORD) * WORD, dtype=bool)
+    bits[: len(after)] = after
     words: list[int] = np.packbits(bits, bitorder="little").view(np.int32).tolist()
     return [first, base, *words]

@@ -53,11 +53,11 @@ def restore(cache: Any, state: Any) -> Any:
     layers = _layers(cache)
     if layers is None:
         return _frozen(state)
-    for layer, held in zip(layers, state, strict=True):
-        if isinstance(held, int):
-            _cut_layer(layer, held)
+    for layer, state_of_layer in zip(layers, state, strict=True):
+        if isinstance(state_of_layer, int):
+            _cut_layer(layer, state_of_layer)
         else:
-            vars(layer).update(_copied(held, layer))
+            vars(layer).update(_copied(state_of_layer, layer))
     return cache
 
 
@@ -84,8 +84,8 @@ def _cut_layer(layer: Any, length: int) -> None:
 
 def _copied(attributes: dict[str, Any], layer: Any) -> dict[str, Any]:
     # Dynamic layers replace keys and values, so a reference keeps the old ones; other tensors are overwritten.
-    kept = {"keys", "values"} if isinstance(layer, DynamicLayer) else set()
-    return {name: value if name in kept else _frozen(value) for name, value in attributes.items()}
+    skipped = {"keys", "values"} if isinstance(layer, DynamicLayer) else set()
+    return {name: value if name in skipped else _frozen(value) for name, value in attributes.items()}
 
 
 def _frozen(value: Any) -> Any:

@@ -46,14 +46,14 @@ def shallow_exit(model: Any, total: int, layers: int) -> Any:
 
 def _copied(model: Any, modules: set[nn.Module], change: Callable[[Any], None] | None) -> Any:
     """`model` with copies of these `modules`; with `change`, which changes a config, they have copied configs too."""
-    made: dict[nn.Module, nn.Module] = {}
+    copies: dict[nn.Module, nn.Module] = {}
     configs: dict[int, Any] = {}
 
     def of(module: nn.Module) -> nn.Module:
         if module not in modules:
             return module
-        if module not in made:
-            made[module] = other = type(module).__new__(type(module))
+        if module not in copies:
+            copies[module] = other = type(module).__new__(type(module))
             # Dicts are copied, so that hooks of one are not shared.
             other.__dict__.update({n: v.copy() if isinstance(v, dict) else v for n, v in settled(module).items()})
             children = {name: None if child is None else of(child) for name, child in module._modules.items()}
@@ -63,7 +63,7 @@ def _copied(model: Any, modules: set[nn.Module], change: Callable[[Any], None] |
                     configs[key] = copy.deepcopy(module.config)
                     change(configs[key])
                 other.__dict__["config"] = configs[key]
-        return made[module]
+        return copies[module]
 
     return of(model)
 
@@ -102,8 +102,8 @@ def on_encoder_of(target: Any, draft: Any) -> Any:
     width = target.config.d_model
     if draft.config.d_model != width:
         raise OptionError.of("draft", f"a decoder of the target's width, {width}", draft.config.d_model)
-    own = draft.config.to_dict()
-    parts = {name: own[name] for name in own if name.startswith("decoder_") or name in _DECODER}
+    settings = draft.config.to_dict()
+    parts = {name: settings[name] for name in settings if name.startswith("decoder_") or name in _DECODER}
     options = {**target.config.to_dict(), **parts, "attn_implementation": attention_of(draft.config)}
     config = type(target.config)(**options)
     with torch.device("meta"):
@@ -132,8 +132,8 @@ def part_class(auto_class: Any, config: Any, *, reads_text: bool) -> Any:
         return None
 
     class Part(kind):  # type: ignore[misc, valid-type]
-        def __init__(self, config: Any, *given: Any, **options: Any) -> None:
-            super().__init__(config, *given, **options)
+        def __init__(self, config: Any, *args: Any, **options: Any) -> None:
+            super().__init__(config, *args, **options)
             beside, base = eyes(self), self.base_model
             dropped = [(base, name) for name in beside]
             if beside and not reads_text:
@@ -144,8 +144,8 @@ def part_class(auto_class: Any, config: Any, *, reads_text: bool) -> Any:
             ignored = {rf"(^|\.){re.escape(name)}\." for _, name in dropped}
             setattr(self, _IGNORED, {*(getattr(self, _IGNORED, None) or ()), *ignored})
 
-        def tie_weights(self, *given: Any, **options: Any) -> Any:
-            return super().tie_weights(*given, **options) if reads_text else None
+        def tie_weights(self, *args: Any, **options: Any) -> Any:
+            return super().tie_weights(*args, **options) if reads_text else None
 
     Part.__name__ = Part.__qualname__ = kind.__name__
     Part.__module__ = kind.__module__

@@ -25,8 +25,8 @@ def execution_device(module: nn.Module) -> torch.device:
     for hook in hooks(module):
         if (place := getattr(hook, "execution_device", None)) is not None:
             return torch.device(place)
-    own = next(chain(module.parameters(), module.buffers()), None)
-    return torch.device("cpu") if own is None else own.device
+    tensor = next(chain(module.parameters(), module.buffers()), None)
+    return torch.device("cpu") if tensor is None else tensor.device
 
 
 @contextmanager

@@ -63,11 +63,11 @@ class _StandIn:
     def put(cls, method: Method) -> _StandIn:
         """The method's stand-in, with one more user; set directly, as `nn.Module.__setattr__` is slow."""
         module, name = method
-        found = vars(module).get(name)
-        if not isinstance(found, cls) or found.method[0] is not module:
-            found = vars(module)[name] = cls(method)
-        found.users += 1
-        return found
+        stand_in = vars(module).get(name)
+        if not isinstance(stand_in, cls) or stand_in.method[0] is not module:
+            stand_in = vars(module)[name] = cls(method)
+        stand_in.users += 1
+        return stand_in
 
     def leave(self) -> None:
         """Removes one user; after the last one the module is as before, unless the method was replaced meanwhile."""

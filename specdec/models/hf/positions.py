@@ -43,7 +43,9 @@ class Lookup:
 
     def running(self, query: Tensor, key: Tensor) -> AbstractContextManager[None]:
         """Context in which this thread's passes use positions `query` `[rows, nodes]` and `key` `[rows, end]`."""
-        return overridden({method: partial(own, method[0], query, key) for method, own in self._methods.items()})
+        return overridden(
+            {method: partial(original, method[0], query, key) for method, original in self._methods.items()}
+        )
 
 
 def _embedding(module: Any, query: Tensor, key: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -70,8 +72,8 @@ def _relative_bias(module: Any, query: Tensor, key: Tensor, *_: Any, **__: Any) 
 
 def _alibi(module: Any, query: Tensor, key: Tensor, _: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
     """Bloom's bias `[rows * heads, 1, end]`: a slope per head times the key's position."""
-    ones = torch.ones(1, 2, dtype=torch.long, device=execution_device(module.word_embeddings))
-    slopes = type(module).build_alibi_tensor(module, ones, heads, torch.float32)[:, 0, 1]
+    mask = torch.ones(1, 2, dtype=torch.long, device=execution_device(module.word_embeddings))
+    slopes = type(module).build_alibi_tensor(module, mask, heads, torch.float32)[:, 0, 1]
     bias = slopes[None, :, None] * key.to(slopes.device)[:, None]
     return bias.reshape(-1, 1, key.shape[1]).to(dtype)
 
@@ -108,14 +110,14 @@ def _angles(module: Any, spans: Tensor, x: Tensor, position_ids: Tensor, *args: 
     """The angles of a rotary module for `position_ids` `[rows, nodes]`, each node scaled by its span."""
     if position_ids.dim() != 2:
         raise UnsupportedError(f"{type(module).__name__} has several positions per token: no scaling by length")
-    found: Any = None
+    merged: Any = None
     for span in torch.unique(spans).tolist():
         here = (spans == span).to(position_ids.device)
-        asked = torch.where(here, position_ids, 0)
-        last = asked.new_full((len(asked), 1), span - 1)  # the largest position decides
-        angles = type(module).forward(_as_built(module), x, torch.cat([asked, last], 1), *args, **kwargs)
-        found = angles if found is None else _merged(here, angles, found)
-    return tuple(part[:, :-1] for part in found) if isinstance(found, tuple) else found[:, :-1]
+        ids = torch.where(here, position_ids, 0)
+        last = ids.new_full((len(ids), 1), span - 1)  # the largest position decides
+        angles = type(module).forward(_as_built(module), x, torch.cat([ids, last], 1), *args, **kwargs)
+        merged = angles if merged is None else _merged(here, angles, merged)
+    return tuple(part[:, :-1] for part in merged) if isinstance(merged, tuple) else merged[:, :-1]
 
 
 def _merged(here: Tensor, new: Any, old: Any) -> Any:

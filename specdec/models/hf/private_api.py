@@ -95,8 +95,8 @@ def class_of(auto_class: Any, config: Any) -> Any:
 def text_class(model: Any) -> str | None:
     """The `AutoModelFor…` class that makes another class than a model's of its config, with a language head."""
     kinds = [AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq, AutoModelForImageTextToText]
-    made = {kind.__name__: class_of(kind, model.config) for kind in [*kinds, AutoModelForMultimodalLM]}
-    return next((name for name, kind in made.items() if kind not in (None, type(model))), None)
+    classes = {kind.__name__: class_of(kind, model.config) for kind in [*kinds, AutoModelForMultimodalLM]}
+    return next((name for name, kind in classes.items() if kind not in (None, type(model))), None)
 
 
 def skipped_keys(model: Any) -> Any:
@@ -106,8 +106,8 @@ def skipped_keys(model: Any) -> Any:
 
 def quantizes(model: Any) -> Callable[[str], bool]:
     """Whether quantization converts a module, by name, as transformers' own: not heads, ties and float32."""
-    kept = [*get_keys_to_not_convert(model), *(model._keep_in_fp32_modules or ())]
-    return partial(should_convert_module, patterns=kept)
+    excluded = [*get_keys_to_not_convert(model), *(model._keep_in_fp32_modules or ())]
+    return partial(should_convert_module, patterns=excluded)
 
 
 def int8_linear(rows: Tensor, weight: Tensor, scale: Tensor) -> Tensor:

@@ -35,10 +35,10 @@ def holds(what: str, trial: Callable[[], bool | None]) -> bool:
     with _TRYING:
         if what not in _found:
             marker = _marker(what)
-            known = marker is not None and os.path.exists(marker)
-            result = known or trial()
+            is_marked = marker is not None and os.path.exists(marker)
+            result = is_marked or trial()
             _found[what] = result is not False
-            if result and not known and marker is not None:
+            if result and not is_marked and marker is not None:
                 _mark(marker, what)
         return _found[what]
 

@@ -133,12 +133,12 @@ def tiny_alike(model: Any, family: Any) -> Any:
 def _fill(wrapper: Any) -> None:
     """Gives weights to the modules around the decoder through which text passes, and empty ones to the others."""
     unread = [wrapper.get_encoder()] if wrapper.config.is_encoder_decoder else eyes(wrapper).values()
-    left = {module for part in unread for module in part.modules()}
+    unread_modules = {module for part in unread for module in part.modules()}
     for module in wrapper.modules():
         for tensors in (module._parameters, module._buffers):
             for name, tensor in tensors.items():
                 if tensor is not None and tensor.is_meta:
-                    filled = torch.zeros(0 if module in left else tensor.shape, dtype=tensor.dtype)
+                    filled = torch.zeros(0 if module in unread_modules else tensor.shape, dtype=tensor.dtype)
                     tensors[name] = (
                         nn.Parameter(filled, tensor.requires_grad) if tensors is module._parameters else filled
                     )
