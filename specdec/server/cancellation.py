@@ -84,20 +84,3 @@ async def side_by_side(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def primed(source: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
-    """The same items. Returns once the first exists; an error before it is raised here."""
-    try:
-        first = await anext(source)
-    except BaseException:
-        await source.aclose()
-        raise
-
-    async def items() -> AsyncGenerator[T, None]:
-        async with aclosing(source):
-            yield first
-            async for item in source:
-                yield item
-
-    return items()

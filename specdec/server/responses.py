@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Awaitable
 from contextlib import aclosing, suppress
 from typing import Any, TypeVar
 
@@ -23,7 +23,7 @@ _DONE = b"data: [DONE]\n\n"
 T = TypeVar("T")
 
 
-async def watched(request: Request, work: Coroutine[Any, Any, T], *, unread: bool = False) -> T:
+async def watched(request: Request, work: Awaitable[T], *, unread: bool = False) -> T:
     """The result of `work`, which is cancelled when the client disconnects, after `request_seconds`, or at a shutdown.
 
     `unread`: the request's body has not been received, and stays so.
@@ -48,12 +48,17 @@ async def watched(request: Request, work: Coroutine[Any, Any, T], *, unread: boo
 
 
 class EventStream(StreamingResponse):
-    """Events as they come, then `[DONE]`; an error becomes the last event, comments fill silence."""
+    """`first`, events as they come, then `[DONE]`; an error becomes the last event, comments fill silence."""
 
-    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+    def __init__(self, first: bytes, events: AsyncGenerator[bytes, None]) -> None:
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         super().__init__(events, media_type="text/event-stream", headers=headers)
-        self._events, self._last = events, time.monotonic()
+        self._first, self._events, self._last = first, events, time.monotonic()
+
+    @classmethod
+    async def begin(cls, request: Request, events: AsyncGenerator[bytes, None]) -> EventStream:
+        """The stream, once its first event exists; an error before it is raised here."""
+        return cls(await watched(request, anext(events)), events)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends all events; cancels the work when the client disconnects."""
@@ -74,8 +79,9 @@ class EventStream(StreamingResponse):
         comments = asyncio.ensure_future(self._keep_alive(send))
         try:
             async with aclosing(self._events) as events:
-                async for one in events:
-                    await self._send(send, one)
+                await self._send(send, self._first)
+                async for event in events:
+                    await self._send(send, event)
             await self._send(send, _DONE)
         finally:
             comments.cancel()

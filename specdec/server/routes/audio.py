@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from specdec.pipelines import Transcription
 from specdec.pipelines.speech.subtitles import srt, vtt
 from specdec.server.answers import event
-from specdec.server.cancellation import Cancel, primed, side_by_side, threaded
+from specdec.server.cancellation import Cancel, side_by_side, threaded
 from specdec.server.errors import ApiError
 from specdec.server.guards import RecordingRoute
 from specdec.server.messages import Text
@@ -75,7 +75,7 @@ async def transcriptions(
     if granularities and asked.response_format != "verbose_json":
         raise ApiError(400, "`timestamp_granularities[]` needs `response_format` verbose_json", param="response_format")
     if asked.stream:
-        return EventStream(await watched(request, primed(_events(_heard(request, asked)))))
+        return await EventStream.begin(request, _events(_heard(request, asked)))
     return await _answer(request, asked, segments="word" not in granularities or "segment" in granularities)
 
 

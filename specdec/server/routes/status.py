@@ -111,7 +111,7 @@ async def tokenize(request: Request, asked: TokenizeRequest) -> dict[str, Any]:
             found = list(model.tokenizer(asked.prompt, **how)["input_ids"])
         return {"tokens": found, "count": len(found), "max_model_len": model.context}
 
-    return await _lightly(request, asked.model, ids)
+    return await _in_helper(request, asked.model, ids)
 
 
 @router.post("/detokenize")
@@ -124,7 +124,7 @@ async def detokenize(request: Request, asked: DetokenizeRequest) -> dict[str, st
             raise ApiError(400, f"`tokens` must be below {width}, which the model knows", param="tokens")
         return {"prompt": str(model.tokenizer.decode(asked.tokens))}
 
-    return await _lightly(request, asked.model, text)
+    return await _in_helper(request, asked.model, text)
 
 
 @router.get("/openapi.json", include_in_schema=False)
@@ -144,17 +144,17 @@ async def page(request: Request) -> Response:
     return Response(content, media_type=kind, headers=headers)
 
 
-async def _lightly(request: Request, name: str | None, function: Callable[[TextModel], T]) -> T:
-    """Runs a short function of a model in a helper thread, a few at a time."""
+async def _in_helper(request: Request, name: str | None, function: Callable[[TextModel], T]) -> T:
+    """The result of a short function of a model, computed in one of its helper threads; clients take turns."""
     host = state_of(request).host(name, "text")
     assert isinstance(host.model, TextModel)
     short = partial(function, host.model)
 
-    async def turned() -> T:
+    async def turn() -> T:
         async with host.light.turn(client_of(request)):
             return await asyncio.get_running_loop().run_in_executor(host.helpers, short)
 
-    return await watched(request, turned())
+    return await watched(request, turn())
 
 
 def _word(draft: Draft) -> str:

@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 
 from specdec.core.stats import Stats
 from specdec.server.answers import Answer
-from specdec.server.cancellation import END, Cancel, primed, side_by_side, step
+from specdec.server.cancellation import END, Cancel, side_by_side, step
 from specdec.server.errors import ApiError, above_limit
 from specdec.server.guards import GuardedRoute
 from specdec.server.items import ResponseAnswer, ResponsesRequest
@@ -86,7 +86,7 @@ async def _answer(request: Request, asked: Generate, prompts: Sequence[str | lis
     made = TextRequest(request, asked, prompts)
     if not asked.stream:
         return JSONResponse(await watched(request, made.whole()))
-    return EventStream(await watched(request, made.stream()))
+    return await EventStream.begin(request, made.events())
 
 
 class TextRequest:
@@ -111,19 +111,16 @@ class TextRequest:
             self._answer = Answer(asked, model.name, len(prompts), **how)
 
     async def whole(self) -> dict[str, Any]:
-        async with aclosing(self._events()) as events:
+        async with aclosing(self.events()) as events:
             async for _ in events:
                 pass
         return self._answer.whole()
 
-    async def stream(self) -> AsyncGenerator[bytes, None]:
-        """The events. Returns once the first prompt's options are valid (`kv_budget` may still refuse it); until then
-        errors raise here.
-        """
-        return await primed(self._events())
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """The events of all prompts as they come, then the chunk of usage and metrics.
 
-    async def _events(self) -> AsyncGenerator[bytes, None]:
-        """The events of all prompts as they come, then the chunk of usage and metrics."""
+        The first one comes once the first prompt's options are valid (`kv_budget` may still refuse it).
+        """
         sources = [self._decoded(prompt, at) for at, prompt in enumerate(self._prompts)]
         decoded = side_by_side(self._turn, sources, self._limits.unread_bytes, len)
         async with aclosing(decoded):
