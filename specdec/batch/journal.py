@@ -16,8 +16,6 @@ from typing import Any, BinaryIO
 from specdec.errors import EngineError, OptionError
 from specdec.options.kept_lines import whole_lines
 
-_DEAD = 2**24  # bytes of the journal's lines that are in the file, above which the journal is rewritten
-
 
 class Journal:
     """Writes one line per row to the file `path`, in any order; resumes a run of the same `settings`.
@@ -28,9 +26,7 @@ class Journal:
 
     def __init__(self, path: Path, settings: Mapping[str, Any], *, overwrite: bool = False) -> None:
         self._path, self._journal_path = path, path.with_name(path.name + ".journal")
-        self._header = json.dumps(settings, sort_keys=True).encode() + b"\n"
         self._pending: dict[int, bytes] = {}  # row -> its line, which is in the journal alone
-        self._dead = 0  # bytes of lines of the journal that are in the file
         self._file = _opened(path)
         try:
             _lock(self._file, path)
@@ -39,16 +35,14 @@ class Journal:
                 self._file.truncate(0)
             self._check(settings)
             self.next = sum(1 for _ in whole_lines(self._file))
-            if self._journal_path.exists():
-                self._journal = _opened(self._journal_path)
-                for entry in list(whole_lines(self._journal))[1:]:
-                    row, _, line = entry.partition(b"\t")
-                    if int(row) >= self.next:
-                        self._pending[int(row)] = line
-                    else:
-                        self._dead += len(line)
-            else:
-                self._renew()
+            self._journal = _opened(self._journal_path)
+            lines = [*whole_lines(self._journal)]
+            if not lines:
+                _write(self._journal, json.dumps(settings, sort_keys=True).encode() + b"\n")
+            for entry in lines[1:]:
+                row, _, line = entry.partition(b"\t")
+                if int(row) >= self.next:
+                    self._pending[int(row)] = line
             self._promote()
         except BaseException:
             self._file.close()
@@ -106,7 +100,7 @@ class Journal:
         if not (begun or self._path.stat().st_size):  # as when its models could not be loaded
             self._journal_path.unlink()
             return
-        now = json.loads(self._header)
+        now = json.loads(json.dumps(settings))
         for name in {**before, **now}:
             if before.get(name) != now.get(name):
                 raise OptionError(
@@ -115,26 +109,10 @@ class Journal:
                 )
 
     def _promote(self) -> None:
-        """Copies the journal's lines that are next to the file; rewrites a journal of mostly dead lines."""
+        """Copies the journal's lines that are next to the file."""
         while (line := self._pending.pop(self.next, None)) is not None:
             _write(self._file, line)
-            self._dead += len(line)
             self.next += 1
-        if self._dead > _DEAD:
-            with _writing(self._path):
-                os.fsync(self._file.fileno())
-            self._journal.close()
-            self._renew()
-
-    def _renew(self) -> None:
-        """Replaces the journal by one of the lines that are not in the file, and opens it."""
-        new = self._journal_path.with_name(self._journal_path.name + ".new")
-        with _writing(new), new.open("wb") as file:
-            file.writelines([self._header, *(b"%d\t%s" % entry for entry in self._pending.items())])
-            file.flush()
-            os.fsync(file.fileno())
-        new.replace(self._journal_path)
-        self._journal, self._dead = _opened(self._journal_path), 0
 
 
 def _opened(path: Path) -> BinaryIO:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -75,13 +74,6 @@ class Source:
                 continue
             wrong = None if isinstance(found, dict) else f"the line must be a JSON object, got {type(found).__name__}"
             yield InputRow(number, error=wrong) if wrong else InputRow(number, found)
-
-
-def windows(rows: Iterable[Any], size: int) -> Iterator[list[Any]]:
-    """The rows in lists of `size`."""
-    rest = iter(rows)
-    while window := list(islice(rest, size)):
-        yield window
 
 
 def _lines(path: Path) -> Iterator[bytes]:

@@ -7,12 +7,13 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, replace
+from itertools import islice
 from pathlib import Path
 from textwrap import shorten
 from time import monotonic
 
 from specdec.batch.journal import Journal
-from specdec.batch.rows import KINDS, InputRow, Source, windows
+from specdec.batch.rows import KINDS, InputRow, Source
 from specdec.batch.tasks import BatchSpec
 from specdec.batch.worker import OutputLine, Worker, load_worker
 from specdec.errors import OptionError
@@ -142,8 +143,8 @@ def _lines(done: Iterable[Future[OutputLine]]) -> Iterator[OutputLine]:
 
 def by_length(rows: Iterator[InputRow], spec: BatchSpec, window: int) -> Iterator[InputRow]:
     """The rows, in each window of `window` the longest first."""
-    for some in windows(rows, window):
-        yield from sorted(some, key=spec.size, reverse=True)
+    while nearest := list(islice(rows, window)):
+        yield from sorted(nearest, key=spec.size, reverse=True)
 
 
 def failure_of(line: bytes) -> str | None:

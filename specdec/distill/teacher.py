@@ -6,18 +6,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from shutil import rmtree
-from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.nn import functional as F
 
 from specdec.models import LanguageModel
 
 _LIKELIEST = 32  # tokens that are learned of a distribution
 CACHE_GIB = 4.0  # of disk
-_CHUNK = 256  # distributions at once, whose logits fit into a CPU's cache
 
 
 @dataclass(frozen=True)
@@ -93,27 +90,5 @@ class ExampleCache:
 
 def divergence(choices: Tensor, chances: Tensor, guesses: Tensor) -> Tensor:
     """KL divergence `[...]`, in nats, from the logits `guesses` `[..., vocab]` to distributions over `choices`."""
-    entropy = torch.special.entr(chances).sum(-1)
-    crossed: Tensor = _CrossEntropy.apply(guesses, choices, chances)  # type: ignore[no-untyped-call]
-    return crossed - entropy
-
-
-class _CrossEntropy(torch.autograd.Function):
-    """Cross-entropy of logits and distributions over a few tokens; computes the gradient in the same pass."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, choices: Tensor, chances: Tensor) -> Tensor:
-        entropy = logits.new_empty(logits.shape[:-1], dtype=torch.float32)
-        slope = torch.empty_like(logits, memory_format=torch.contiguous_format)
-        flat = (*(tensor.flatten(0, -2) for tensor in (logits, choices, chances, slope)), entropy.view(-1))
-        for one, chosen, wanted, down, out in zip(*(torch.split(tensor, _CHUNK) for tensor in flat), strict=True):
-            logs = F.log_softmax(one.float(), dim=-1)
-            out.copy_(-(logs.gather(-1, chosen) * wanted).sum(-1))
-            down.copy_(logs.exp_().scatter_add_(-1, chosen, -wanted))
-        ctx.save_for_backward(slope)
-        return entropy
-
-    @staticmethod
-    def backward(ctx: Any, above: Tensor) -> tuple[Tensor, None, None]:
-        (slope,) = ctx.saved_tensors
-        return slope * above.unsqueeze(-1).to(slope.dtype), None, None
+    logs = guesses.float().log_softmax(-1).gather(-1, choices)
+    return -(chances * logs + torch.special.entr(chances)).sum(-1)

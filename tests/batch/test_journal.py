@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from specdec.batch import journal as journal_module
 from specdec.batch.journal import Journal
 from specdec.errors import OptionError
 
@@ -48,23 +47,6 @@ def test_a_row_in_both_files_is_written_once(tmp_path: Path) -> None:
     write(out, [1, 2, 5])
     out.write_bytes(b"".join(LINES[:3]))
     assert write(out, list(range(len(LINES)))) == [3, 4, *range(6, len(LINES))]
-    assert out.read_bytes() == b"".join(LINES)
-
-
-def test_a_long_journal_is_written_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It does not grow with rows that are in the file already, and loses none that are not; no line waits in memory."""
-    monkeypatch.setattr(journal_module, "_DEAD", 100)
-    out = tmp_path / "out.jsonl"
-    journal, sizes = Journal(out, SETTINGS), []
-    for row in range(1, len(LINES) - 1, 2):
-        journal.add(row, LINES[row])
-        journal.add(row - 1, LINES[row - 1])
-        sizes.append((tmp_path / "out.jsonl.journal").stat().st_size)
-        assert out.read_bytes() == b"".join(LINES[: row + 1])
-    assert max(sizes) < 400
-    journal.add(29, LINES[29])
-    journal.close()
-    assert write(out, list(range(len(LINES)))) == [28]
     assert out.read_bytes() == b"".join(LINES)
 
 
