@@ -16,12 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import (
-    GenerationConfig,
-    GenerationMixin,
-    MaxLengthCriteria,
-    PreTrainedModel,
-)
+from transformers import GenerationConfig, GenerationMixin, MaxLengthCriteria, PreTrainedModel
 from transformers.generation import utils
 from transformers.generation.logits_process import WhisperNoSpeechDetection
 from transformers.utils import ModelOutput
@@ -109,7 +104,9 @@ class CustomGenerate:
         Raises OptionError or UnsupportedError for arguments of `generate` that cannot be honoured.
         """
         asked = _arguments()
-        _check(model, asked)
+        check_gathered(model, asked["synced_gpus"])
+        if asked["assistant_model"] is not None:
+            raise OptionError("`assistant_model` beside `custom_generate`: name it there, custom_generate(draft=…)")
         generator = self._generator(model)
         _check_inputs(asked["kwargs"], generation_config, generator)
         encoder = bool(model.config.is_encoder_decoder)
@@ -121,11 +118,9 @@ class CustomGenerate:
         if not encoder:  # as given, as transformers repeats pictures for beams in several ways
             prompts |= {name: value for name, value in asked["kwargs"].items() if name in PICTURES}
         config = _settled(generation_config, input_ids.shape[1], stopping_criteria.max_length)
-        criteria = asked["stopping_criteria"]
-        processors = asked["logits_processor"]
+        criteria, processors, streamer = (asked[n] for n in ("stopping_criteria", "logits_processor", "streamer"))
         detectors = [one for one in processors if isinstance(one, WhisperNoSpeechDetection)]
         wants_logits, config.output_logits = config.output_logits, bool(config.output_logits or detectors)
-        streamer = asked["streamer"]
         out = generator.generate(
             **prompts,
             **_unsupported(generation_config, model.generation_config),
@@ -141,8 +136,7 @@ class CustomGenerate:
             for detector in detectors:  # of silence, in whole batches
                 first = out.logits[0]
                 detector(input_ids, first.log_softmax(-1) if detector.is_scores_logprobs else first)
-        if not wants_logits:
-            out.logits = None
+        out.logits = out.logits if wants_logits else None
         out.sequences = out.sequences.to(input_ids.device)
         if not generation_config.return_dict_in_generate:
             return out.sequences
@@ -202,13 +196,6 @@ def _arguments() -> dict[str, Any]:
     if frame is None:
         raise OptionError("`custom_generate` decodes for transformers: pass it to `model.generate(custom_generate=…)`")
     return {name: frame.f_locals[name] for name in inspect.signature(_GENERATE).parameters}
-
-
-def _check(model: PreTrainedModel, asked: Mapping[str, Any]) -> None:
-    """Raises for unsupported arguments of `generate`, and for weights that each pass gathers from all processes."""
-    check_gathered(model, asked["synced_gpus"])
-    if asked["assistant_model"] is not None:
-        raise OptionError("`assistant_model` beside `custom_generate`: name it there, custom_generate(draft=…)")
 
 
 def _check_inputs(given: Mapping[str, Any], config: Any, generator: SpecGenerator) -> None:

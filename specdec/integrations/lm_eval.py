@@ -8,7 +8,6 @@ Log-likelihoods are those of `hf`.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,7 +30,6 @@ except ImportError as error:
         raise SystemExit(f"error: {reason}") from None
     raise SpecdecError(reason) from error
 
-_log = logging.getLogger(__name__)
 _LOADING = ("backend", "exactness")
 
 
@@ -50,18 +48,6 @@ class SpecdecLM(HFLM):  # type: ignore[misc]
         super().__init__(pretrained=pretrained, **options)
         self._hook = custom_generate(draft, tokenizer=self.tokenizer, **own)
         self.runs: list[Stats] = []
-
-    def generate_until(self, requests: Any, *more: Any, **options: Any) -> list[str]:
-        """The texts of the harness' requests; logs tokens, seconds and passes."""
-        before = len(self.runs)
-        texts: list[str] = super().generate_until(requests, *more, **options)
-        tokens, passes, seconds = (
-            sum(getattr(run, name) for run in self.runs[before:])
-            for name in ("num_new_tokens", "num_target_passes", "seconds")
-        )
-        if passes:
-            _log.info("%d tokens in %.1f s, %.2f for each pass of the target", tokens, seconds, tokens / passes)
-        return texts
 
     def _model_generate(self, context: Tensor, max_length: int, stop: Sequence[str], **options: Any) -> Tensor:
         """`context` and new tokens, `[rows, length]`, until one of `stop` occurs; the harness cuts there."""
