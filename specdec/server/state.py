@@ -111,12 +111,11 @@ def client_of(request: Request) -> str:
 
 
 def sender_of(request: HTTPConnection) -> str:
-    """The client's address, which trusted proxies name for their clients; empty without any."""
-    return "" if request.client is None else origin_of(request.client.host)
+    """The client's address, which trusted proxies name for their clients; empty without any.
 
-
-def origin_of(text: str) -> str:
-    """The address, or the /64 of an IPv6 address, which one host or home owns."""
+    Of an IPv6 address the /64, which one host or home owns.
+    """
+    text = "" if request.client is None else request.client.host
     address = address_of(text)
     if isinstance(address, IPv6Address):
         return f"{IPv6Address(int(address) >> 64 << 64)}/64"

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 from fastapi import FastAPI
+from starlette.requests import HTTPConnection
 
-from specdec.server.state import origin_of
+from specdec.server.state import sender_of
 from tests.server.process import KEY, OTHER_KEY
 from tests.server.served import app, asking, facts_of, posted, text_model, turns_of, until
 
@@ -104,7 +105,8 @@ async def test_a_network_of_one_host_is_one_client() -> None:
     users = ["2001:db9::1", "2001:db9::2", "[2001:db9:0:0:ffff::1]:80", "2001:db9:0:1::1", "1.2.3.4"]
     application = app(trusted_proxies=PROXIES, limits={"per_key": 1})
     assert await beside(application, *((SHORT, {"x-forwarded-for": one}) for one in users)) == [429, 429, 429, 200, 200]
-    assert origin_of("::ffff:1.2.3.4") == origin_of("1.2.3.4") == "1.2.3.4"  # as connections are counted, too
+    connection = HTTPConnection({"type": "http", "client": ("::ffff:1.2.3.4", 5000)})
+    assert sender_of(connection) == "1.2.3.4"
 
 
 @pytest.mark.parametrize("heads", [[("x-forwarded-for", user) for user in ("1.2.3.4", "5.6.7.8")], KEY_HEADS])
