@@ -53,23 +53,23 @@ class OpenAITask(Task):
         if not fields:
             facts = {"code": "invalid_request", "message": error_text(error)}
             return {"id": f"batch_req_{_id(seed)}", "custom_id": None, "response": None, "error": facts}
-        known = as_api_error(error)
-        if known.status_code == 500:  # its message refers to a server's log
-            known = ApiError(500, error_text(error), code=known.code)
-        return self._line(fields, seed, known.status_code, known.body)
+        api_error = as_api_error(error)
+        if api_error.status_code == 500:  # its message refers to a server's log
+            api_error = ApiError(500, error_text(error), code=api_error.code)
+        return self._line(fields, seed, api_error.status_code, api_error.body)
 
     def _line(self, fields: Fields, seed: int, status: int, body: dict[str, Any]) -> dict[str, Any]:
         response = {"status_code": status, "request_id": _id(seed), "body": body}
-        own = fields.get("custom_id")
-        return {"id": f"batch_req_{_id(seed)}", "custom_id": own, "response": response, "error": None}
+        custom_id = fields.get("custom_id")
+        return {"id": f"batch_req_{_id(seed)}", "custom_id": custom_id, "response": response, "error": None}
 
 
 def _request(fields: Fields) -> ChatRequest | CompletionRequest:
     """The request of a row; raises a 400, or a 404 for an unknown endpoint."""
     kind = ENDPOINTS.get(str(fields.get("url")))
     if kind is None:
-        named = " or ".join(ENDPOINTS)
-        raise ApiError(404, f"`url` must be {named}, got {fields.get('url')!r}", param="url", code="unknown_url")
+        endpoints = " or ".join(ENDPOINTS)
+        raise ApiError(404, f"`url` must be {endpoints}, got {fields.get('url')!r}", param="url", code="unknown_url")
     if fields.get("method", "POST") != "POST":
         raise ApiError(400, f"`method` must be 'POST', got {fields['method']!r}", param="method", code="invalid_value")
     try:

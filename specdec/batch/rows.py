@@ -67,13 +67,13 @@ class Source:
         for number, line in enumerate(_lines(self.path)):
             try:
                 text = line.decode("utf-8-sig" if number == 0 else "utf-8").rstrip("\r\n")
-                found = {name: text} if self.kind == "text" else json.loads(text)
+                record = {name: text} if self.kind == "text" else json.loads(text)
             except (ValueError, RecursionError) as error:
                 kind = "text" if self.kind == "text" else "JSON"
                 yield InputRow(number, error=f"the line is not {kind} in UTF-8: {error}")
                 continue
-            wrong = None if isinstance(found, dict) else f"the line must be a JSON object, got {type(found).__name__}"
-            yield InputRow(number, error=wrong) if wrong else InputRow(number, found)
+            wrong = None if isinstance(record, dict) else f"the line must be a JSON object, got {type(record).__name__}"
+            yield InputRow(number, error=wrong) if wrong else InputRow(number, record)
 
 
 def _lines(path: Path) -> Iterator[bytes]:

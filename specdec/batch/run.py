@@ -138,7 +138,7 @@ def _answers(worker: Worker, rows: Iterator[InputRow], at_once: int, stop: Stop)
 
 def _lines(done: Iterable[Future[OutputLine]]) -> Iterator[OutputLine]:
     """The lines of finished rows; an error is raised after them."""
-    yield from (future.result() for future in sorted(done, key=lambda one: one.exception() is not None))
+    yield from (future.result() for future in sorted(done, key=lambda finished: finished.exception() is not None))
 
 
 def by_length(rows: Iterator[InputRow], spec: BatchSpec, window: int) -> Iterator[InputRow]:
@@ -149,9 +149,9 @@ def by_length(rows: Iterator[InputRow], spec: BatchSpec, window: int) -> Iterato
 
 def failure_of(line: bytes) -> str | None:
     """The error of a line, abbreviated; None for an answer."""
-    found = json.loads(line)
-    response, error = found.get("response"), found.get("error")
-    if error is None and "output" not in found and isinstance(response, dict) and response.get("status_code") != 200:
+    record = json.loads(line)
+    response, error = record.get("response"), record.get("error")
+    if error is None and "output" not in record and isinstance(response, dict) and response.get("status_code") != 200:
         error = response.get("body", {}).get("error", response.get("status_code"))
     if isinstance(error, dict):
         error = error.get("message", error)

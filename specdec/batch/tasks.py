@@ -117,8 +117,8 @@ class SummarizeTask(Task):
 
     def answer(self, fields: Fields, seed: int) -> tuple[dict[str, Any], Stats]:
         text = read_field(fields, self._spec.input, str)
-        found = self._summarizer.summarize([text], **{**self._limit, **row_options(self._spec, fields, seed)})
-        [summary], stats = found.documents, found.stats
+        summaries = self._summarizer.summarize([text], **{**self._limit, **row_options(self._spec, fields, seed)})
+        [summary], stats = summaries.documents, summaries.stats
         usage = {"completion_tokens": stats.num_new_tokens}
         return result(summary.texts, summary.finish_reasons, usage), stats
 
@@ -134,11 +134,13 @@ class TranscribeTask(Task):
     def answer(self, fields: Fields, seed: int) -> tuple[dict[str, Any], Stats]:
         """The transcript; with timestamps, also `chunks`."""
         path = Path(self._spec.folder) / read_field(fields, self._spec.input, str)
-        found = self._transcriber(str(path), **row_options(self._spec, fields, seed % 2**62))
-        reason = next((one for one in found.finish_reasons if one != "eos"), "eos")  # a window's that was cut
-        answer = result([found["text"]], [reason], {"completion_tokens": found.stats.num_new_tokens})
-        chunks = {"chunks": found["chunks"]} if "chunks" in found else {}
-        return {**answer, **chunks, "language": found.language, "seconds": round(found.duration, 3)}, found.stats
+        transcription = self._transcriber(str(path), **row_options(self._spec, fields, seed % 2**62))
+        cut = [reason for reason in transcription.finish_reasons if reason != "eos"]  # windows
+        reason = cut[0] if cut else "eos"
+        answer = result([transcription["text"]], [reason], {"completion_tokens": transcription.stats.num_new_tokens})
+        chunks = {"chunks": transcription["chunks"]} if "chunks" in transcription else {}
+        facts = {"language": transcription.language, "seconds": round(transcription.duration, 3)}
+        return {**answer, **chunks, **facts}, transcription.stats
 
 
 def error_text(error: Exception) -> str:
@@ -165,9 +167,9 @@ def read_field(fields: Fields, name: str, *kinds: type) -> Any:
 
 def row_options(spec: BatchSpec, fields: Fields, seed: int) -> dict[str, Any]:
     """The options of a row's call: those of its field `options`, if an object, override those of all rows."""
-    found = fields.get("options")
-    own = found if isinstance(found, Mapping) else {}
-    return {"seed": seed, **spec.options, **{name: value for name, value in own.items() if value is not None}}
+    options = fields.get("options")
+    overrides = options if isinstance(options, Mapping) else {}
+    return {"seed": seed, **spec.options, **{name: value for name, value in overrides.items() if value is not None}}
 
 
 def answered(out: Generation, prompt_tokens: int | None = None) -> tuple[dict[str, Any], Stats]:
@@ -183,7 +185,7 @@ def answered(out: Generation, prompt_tokens: int | None = None) -> tuple[dict[st
 
 def result(texts: Sequence[str], reasons: Sequence[str], usage: dict[str, int]) -> dict[str, Any]:
     """The fields of an answer; lists for several texts."""
-    output, reason = (list(found) if len(found) > 1 else found[0] for found in (texts, reasons))
+    output, reason = (list(values) if len(values) > 1 else values[0] for values in (texts, reasons))
     return {"output": output, "finish_reason": reason, "usage": usage, "error": None}
 
 

@@ -120,7 +120,7 @@ def distill(
         raise OptionError.of("cache_gib", "a number of at least 0", cache_gib)
     if not text and not prompts:
         raise OptionError("nothing to learn from: pass `text`, `prompts`, or both")
-    if any(isinstance(one, str | PathLike) for one in (text, prompts)):
+    if any(isinstance(argument, str | PathLike) for argument in (text, prompts)):
         raise OptionError("`text` must be a list of files, `prompts` a list of texts, got one string: pass a list")
     texts = read_texts(text)
     folder = _claim_folder(Path(out), settings, {**loading, "text": hash_texts(texts), "prompts": hash_texts(prompts)})
@@ -154,17 +154,17 @@ def hash_texts(texts: Sequence[str]) -> str:
     return hashlib.sha256("\0".join([lengths, *texts]).encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
-def _claim_folder(out: Path, settings: TrainingSettings, given: dict[str, Any]) -> Path:
+def _claim_folder(out: Path, settings: TrainingSettings, inputs: dict[str, Any]) -> Path:
     """Writes the settings and what else was `given` to the draft's folder; raises OptionError if it has others."""
     note = out / STATE / "settings.json"
-    wanted = {**asdict(settings), **{name: str(value) for name, value in given.items()}}
+    wanted = {**asdict(settings), **{name: str(value) for name, value in inputs.items()}}
     inside = [part for folder in (out, note.parent) if folder.is_dir() for part in folder.iterdir()]
     parts = [part for part in inside if part not in (note, note.parent)]
     if note.exists() and parts:  # alone, it is of a call that failed before it trained
-        if (found := _settings_in(note)) != wanted:
-            differ = sorted(name for name in {*found, *wanted} if found.get(name) != wanted.get(name))
+        if (saved := _settings_in(note)) != wanted:
+            differ = sorted(name for name in {*saved, *wanted} if saved.get(name) != wanted.get(name))
             raise OptionError(
-                f"`out` {str(out)!r} holds a training with another `{differ[0]}`, {found.get(differ[0])!r}: pass that, "
+                f"`out` {str(out)!r} holds a training with another `{differ[0]}`, {saved.get(differ[0])!r}: pass that, "
                 "or name another folder"
             )
         return out
@@ -181,10 +181,10 @@ def _claim_folder(out: Path, settings: TrainingSettings, given: dict[str, Any]) 
 def _settings_in(note: Path) -> dict[str, Any]:
     """The settings in a file; raises LoadError for a broken one."""
     try:
-        found: dict[str, Any] = json.loads(note.read_text())
+        settings: dict[str, Any] = json.loads(note.read_text())
     except ValueError as error:
         raise LoadError(f"{note} is broken: remove the folder {str(note.parents[1])!r} to begin anew") from error
-    return found
+    return settings
 
 
 @dataclass
@@ -246,19 +246,19 @@ class Training:
         """The dataset of texts and continued prompts, and how many seconds of the training these took."""
         tokenizer, seconds = self.generator.tokenizer, 0.0
         streams: list[np.ndarray] = []
-        held: list[list[int]] = []
+        held_prompts: list[list[int]] = []
         if texts:
-            stream, held = divide([tokenizer(text, verbose=False)["input_ids"] for text in texts])
+            stream, held_prompts = divide([tokenizer(text, verbose=False)["input_ids"] for text in texts])
             streams.append(stream)
         if prompts:
-            learned, held = divide_prompts(encode_prompts(tokenizer, prompts, self.generator.processor))
+            learned, held_prompts = divide_prompts(encode_prompts(tokenizer, prompts, self.generator.processor))
             file = self.folder / STATE / "continuations.jsonl"
             stream, seconds = continued(self.writer, learned, file, self.settings.seed, self._may_write)
             if len(stream):
                 streams.append(stream)
         if not streams or min(map(len, streams)) <= 2 * STEPS:
             raise OptionError("`prompts` have too few tokens with their continuations: pass more of them, or `text`")
-        if not (held_out := evaluations(self.writer, held)):
+        if not (held_out := evaluations(self.writer, held_prompts)):
             raise OptionError(f"the target ends all held-out texts within {STEPS} tokens: pass others, or more of them")
         return Texts(streams, held_out), min(seconds, _WRITING_SHARE * self.length.seconds)
 
@@ -322,8 +322,8 @@ class Training:
         try:
             state = torch.load(self._state, map_location=self.generator.target.device, weights_only=True)
             student.stage.load_state_dict(state["stage"])
-            for optimizer, own in zip(optimizers, state["optimizers"], strict=True):
-                optimizer.load_state_dict(own)
+            for optimizer, optimizer_state in zip(optimizers, state["optimizers"], strict=True):
+                optimizer.load_state_dict(optimizer_state)
             self.step, self.seconds, self.prepared = state["step"], state["seconds"], state.get("prepared", 0.0)
             self.loss = state["loss"]
         except (OSError, RuntimeError, ValueError, KeyError, EOFError, UnpicklingError, struct.error) as error:
@@ -335,12 +335,12 @@ def _likeliest(language: LanguageModel, stream: np.ndarray, size: int) -> set[in
 
     Raises OptionError for more tokens than exist.
     """
-    known, counts = range(language.vocab_size), Counter[int](stream.tolist())
-    found = getattr(language.model.generation_config, "eos_token_id", None)
-    ends = [token for token in ([found] if isinstance(found, int) else found or []) if token in known]
-    if size > len(known):
-        raise OptionError.of("draft_vocabulary", f"at most the {len(known)} tokens of the draft", size)
-    often = [token for token, _ in counts.most_common() if token in known]
-    likely = [*often, *(token for token in known if token not in counts)]
+    vocabulary, counts = range(language.vocab_size), Counter[int](stream.tolist())
+    eos = getattr(language.model.generation_config, "eos_token_id", None)
+    ends = [token for token in ([eos] if isinstance(eos, int) else eos or []) if token in vocabulary]
+    if size > len(vocabulary):
+        raise OptionError.of("draft_vocabulary", f"at most the {len(vocabulary)} tokens of the draft", size)
+    often = [token for token, _ in counts.most_common() if token in vocabulary]
+    likely = [*often, *(token for token in vocabulary if token not in counts)]
     others = [token for token in likely if token not in ends]
     return {*ends, *others[: max(size - len(ends), 0)]}

@@ -65,19 +65,19 @@ def make_eagle(target: LanguageModel, vocabulary: Tensor | None, layers: int = 1
 
 def _config(target: LanguageModel, layers: int) -> Any:
     """A Llama layer of the target's sizes."""
-    own = target.config
-    width, heads = own.hidden_size, own.num_attention_heads
-    inner = getattr(own, "intermediate_size", None)
-    rope = getattr(own, "rope_parameters", None) or {}
+    config = target.config
+    width, heads = config.hidden_size, config.num_attention_heads
+    inner = getattr(config, "intermediate_size", None)
+    rope = getattr(config, "rope_parameters", None) or {}
     return LlamaConfig(
         vocab_size=target.vocab_size,
         hidden_size=width,
         intermediate_size=inner if isinstance(inner, int) else 4 * width,
         num_hidden_layers=layers,
         num_attention_heads=heads,
-        num_key_value_heads=getattr(own, "num_key_value_heads", None) or heads,
-        head_dim=getattr(own, "head_dim", None) or width // heads,
-        max_position_embeddings=own.max_position_embeddings,
+        num_key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or width // heads,
+        max_position_embeddings=config.max_position_embeddings,
         rms_norm_eps=1e-6,
         tie_word_embeddings=False,
         rope_parameters={"rope_type": "default", "rope_theta": float(rope.get("rope_theta", 10000.0))},
@@ -92,13 +92,13 @@ def _copy_last(target: LanguageModel, stage: EagleStage) -> None:
     name = f".layers.{target.num_layers - 1}."
     last = {key.partition(name)[2]: tensor for key, tensor in target.model.state_dict().items() if name in key}
     for key, tensor in stage.layers[0].state_dict().items():
-        found = last.get(key)
-        if found is None or found.ndim != tensor.ndim:
+        source = last.get(key)
+        if source is None or source.ndim != tensor.ndim:
             continue
-        if found.shape == tensor.shape:
-            tensor.copy_(found)
-        elif found.shape[0] == tensor.shape[0] and 2 * found.shape[1] == tensor.shape[1]:
-            tensor[:, found.shape[1] :] = found  # the half of the inputs that are features
+        if source.shape == tensor.shape:
+            tensor.copy_(source)
+        elif source.shape[0] == tensor.shape[0] and 2 * source.shape[1] == tensor.shape[1]:
+            tensor[:, source.shape[1] :] = source  # the half of the inputs that are features
 
 
 def save_eagle(stage: EagleStage, target: LanguageModel, folder: Path, *, guesses: int) -> None:

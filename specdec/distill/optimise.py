@@ -15,9 +15,9 @@ def make_optimizers(
     model: nn.Module, muon_rate: float = 0.004, adam_rate: float = 0.002
 ) -> list[torch.optim.Optimizer]:
     """Muon for the layers' matrices, AdamW for embeddings, convolutions, biases, norms and heads."""
-    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-    matrices = [p for n, p in named if p.ndim == 2 and not _NO_LAYER.search(n)]
-    others = [p for n, p in named if p.ndim != 2 or _NO_LAYER.search(n)]
+    parameters = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    matrices = [p for n, p in parameters if p.ndim == 2 and not _NO_LAYER.search(n)]
+    others = [p for n, p in parameters if p.ndim != 2 or _NO_LAYER.search(n)]
     muon = torch.optim.Muon(matrices, lr=muon_rate, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
     return [muon, torch.optim.AdamW(others, lr=adam_rate, betas=(0.9, 0.95), weight_decay=0.0)]
 

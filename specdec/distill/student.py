@@ -54,10 +54,10 @@ class Student:
         starts = torch.arange(ids.shape[1] - STEPS, device=ids.device)
         with self._in_bfloat16():
             steps = self._unrolled(ids, states[:, :-1], starts)
-            own = [(guesses if step else guesses[:, starts]).argmax(-1) for step, guesses in enumerate(steps)]
+            chains = [(guesses if step else guesses[:, starts]).argmax(-1) for step, guesses in enumerate(steps)]
         if self.vocabulary is not None:
-            own = [self.vocabulary[one] for one in own]
-        return torch.stack([one == wanted[:, starts + step] for step, one in enumerate(own)], dim=2)
+            chains = [self.vocabulary[tokens] for tokens in chains]
+        return torch.stack([tokens == wanted[:, starts + step] for step, tokens in enumerate(chains)], dim=2)
 
     def _unrolled(self, ids: Tensor, states: Tensor, starts: Tensor) -> Iterator[Tensor]:
         """Logits of the first step at tokens 1, 2, …, `[rows, tokens - 1, vocabulary]`, then of the other steps.
@@ -72,8 +72,8 @@ class Student:
         for step in range(STEPS):
             at = starts + step if step else every
             # A chain sees the first step's keys up to its start, and its own keys of further steps.
-            text, own = every <= (at - step)[:, None], torch.eye(len(at), dtype=torch.bool, device=ids.device)
-            mask = torch.cat([text, *[own] * step], dim=1)[None, None]
+            text, own_keys = every <= (at - step)[:, None], torch.eye(len(at), dtype=torch.bool, device=ids.device)
+            mask = torch.cat([text, *[own_keys] * step], dim=1)[None, None]
             masks = dict.fromkeys((kind.name for kind in stage.kinds), mask)
             written = stage.write(embeds[:, at], features, masks, (1 + at).expand(rows, -1), cache)
             yield stage.guess(written)

@@ -48,16 +48,16 @@ class Teacher:
     def label(self, ids: Tensor) -> Example:
         """The example of these texts, with states in bfloat16, as they are cached."""
         states, logits = self.forward(ids)
-        found = [self._distribution(row) for row in logits]
-        choices, chances, weight = (torch.stack(one) for one in zip(*found, strict=True))
+        distributions = [self._distribution(row) for row in logits]
+        choices, chances, weight = (torch.stack(part) for part in zip(*distributions, strict=True))
         return Example(ids, states.bfloat16(), choices, chances, weight)
 
     def _distribution(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Choices, chances and weight of logits `[tokens, vocab]`."""
         whole = logits.float()
-        known = whole if self.vocabulary is None else whole[:, self.vocabulary]
-        top, choices = known.topk(min(_LIKELIEST, known.shape[-1]))
-        return choices, top.softmax(-1), (known.logsumexp(-1) - whole.logsumexp(-1)).exp()
+        drafted = whole if self.vocabulary is None else whole[:, self.vocabulary]
+        top, choices = drafted.topk(min(_LIKELIEST, drafted.shape[-1]))
+        return choices, top.softmax(-1), (drafted.logsumexp(-1) - whole.logsumexp(-1)).exp()
 
 
 class ExampleCache:

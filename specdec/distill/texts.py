@@ -49,10 +49,10 @@ def encode_prompts(tokenizer: Any, prompts: Sequence[str], processor: Any = None
     """The ids of prompts, through the model's chat template if it has one."""
     if has_template(tokenizer, processor):
         turns = [[{"role": "user", "content": prompt}] for prompt in prompts]
-        found = [chat_ids(turn, tokenizer, processor, add_generation_prompt=True) for turn in turns]
+        encoded = [chat_ids(turn, tokenizer, processor, add_generation_prompt=True) for turn in turns]
     else:
-        found = [tokenizer(prompt)["input_ids"] for prompt in prompts]
-    return [ids[-_LONGEST:] for ids in found if ids]
+        encoded = [tokenizer(prompt)["input_ids"] for prompt in prompts]
+    return [ids[-_LONGEST:] for ids in encoded if ids]
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,9 @@ class Texts:
     def windows(self) -> list[np.ndarray]:
         """The windows of each stream, `[windows, window + 1]`."""
         size = self.window
-        return [np.stack([one[s : s + size + 1] for s in range(0, len(one) - size, size)]) for one in self.streams]
+        return [
+            np.stack([stream[s : s + size + 1] for s in range(0, len(stream) - size, size)]) for stream in self.streams
+        ]
 
     def chosen(self, step: int, seed: int) -> tuple[int, Tensor]:
         """The number and ids `[1, window + 1]` of a step's window, which depend on `step` and `seed` alone.
@@ -136,17 +138,17 @@ def evaluations(generator: SpecGenerator, prompts: Sequence[list[int]]) -> list[
 
 def divide(ids: Sequence[Sequence[int]]) -> tuple[np.ndarray, list[list[int]]]:
     """Splits texts into one stream to train on and prompts from their held-out ends; raises OptionError for too few."""
-    kept, held = [], []
+    parts, prompts = [], []
     for text in ids:
         cut = len(text) - max(len(text) // _HELD_OUT, min(_LEAST, len(text) // 4))
-        kept.append(np.array(text[:cut], dtype=np.int64))
-        held += [
+        parts.append(np.array(text[:cut], dtype=np.int64))
+        prompts += [
             list(text[s : s + _LEAST]) for s in range(cut, len(text), max((len(text) - cut) // _EVALUATIONS, _LEAST))
         ]
-    stream = np.concatenate(kept)
+    stream = np.concatenate(parts)
     if len(stream) < _LEAST:
         raise OptionError.of("text", "files of some hundred tokens at least, better a million", f"{len(stream)} tokens")
-    return stream, [one for one in held if one]
+    return stream, [prompt for prompt in prompts if prompt]
 
 
 def divide_prompts(prompts: Sequence[list[int]]) -> tuple[list[list[int]], list[list[int]]]:

@@ -76,7 +76,7 @@ class CustomGenerate:
     def __init__(self, draft: Any, options: Mapping[str, Any]) -> None:
         self._draft, self._options = draft, dict(options)
         self._lock = threading.Lock()
-        self._made: tuple[PreTrainedModel, SpecGenerator] | None = None
+        self._cached: tuple[PreTrainedModel, SpecGenerator] | None = None
         self.stats: Stats | None = None
 
     def __repr__(self) -> str:
@@ -103,12 +103,12 @@ class CustomGenerate:
 
         Raises OptionError or UnsupportedError for arguments of `generate` that cannot be honoured.
         """
-        asked = _arguments()
-        check_gathered(model, asked["synced_gpus"])
-        if asked["assistant_model"] is not None:
+        arguments = _arguments()
+        check_gathered(model, arguments["synced_gpus"])
+        if arguments["assistant_model"] is not None:
             raise OptionError("`assistant_model` beside `custom_generate`: name it there, custom_generate(draft=…)")
         generator = self._generator(model)
-        _check_inputs(asked["kwargs"], generation_config, generator)
+        _check_inputs(arguments["kwargs"], generation_config, generator)
         encoder = bool(model.config.is_encoder_decoder)
         beams = generation_config.num_beams or 1
         copies = max(beams, generation_config.num_return_sequences or 1)
@@ -116,18 +116,18 @@ class CustomGenerate:
         ids = input_ids[::copies]
         prompts = _encoder_inputs(model, ids, rows, inputs_tensor) if encoder else _decoder_inputs(ids, rows)
         if not encoder:  # as given, as transformers repeats pictures for beams in several ways
-            prompts |= {name: value for name, value in asked["kwargs"].items() if name in PICTURES}
+            prompts |= {name: value for name, value in arguments["kwargs"].items() if name in PICTURES}
         config = _settled(generation_config, input_ids.shape[1], stopping_criteria.max_length)
-        criteria, processors, streamer = (asked[n] for n in ("stopping_criteria", "logits_processor", "streamer"))
-        detectors = [one for one in processors if isinstance(one, WhisperNoSpeechDetection)]
+        criteria, processors, streamer = (arguments[n] for n in ("stopping_criteria", "logits_processor", "streamer"))
+        detectors = [entry for entry in processors if isinstance(entry, WhisperNoSpeechDetection)]
         wants_logits, config.output_logits = config.output_logits, bool(config.output_logits or detectors)
         out = generator.generate(
             **prompts,
             **_unsupported(generation_config, model.generation_config),
             generation_config=config,
-            logits_processor=[one for one in processors if one not in detectors],
-            stopping_criteria=[one for one in criteria if type(one) is not MaxLengthCriteria],
-            **{name: asked[name] for name in _PASSED},
+            logits_processor=[entry for entry in processors if entry not in detectors],
+            stopping_criteria=[entry for entry in criteria if type(entry) is not MaxLengthCriteria],
+            **{name: arguments[name] for name in _PASSED},
             streamer=None if streamer is None else _AfterPrompt(streamer),
         )
         assert out.sequences is not None
@@ -147,10 +147,10 @@ class CustomGenerate:
     def _generator(self, model: PreTrainedModel) -> SpecGenerator:
         """The model's generator; a new one if the model or its weights changed."""
         with self._lock:
-            if self._made is None or self._made[0] is not model or self._made[1].target.changes():
-                self._made = None  # frees it before the next one is made
-                self._made = (model, _Following(model, self._draft, **self._options))
-            return self._made[1]
+            if self._cached is None or self._cached[0] is not model or self._cached[1].target.changes():
+                self._cached = None  # frees it before the next one is made
+                self._cached = (model, _Following(model, self._draft, **self._options))
+            return self._cached[1]
 
 
 class _Following(SpecGenerator):
@@ -198,10 +198,10 @@ def _arguments() -> dict[str, Any]:
     return {name: frame.f_locals[name] for name in inspect.signature(_GENERATE).parameters}
 
 
-def _check_inputs(given: Mapping[str, Any], config: Any, generator: SpecGenerator) -> None:
+def _check_inputs(arguments: Mapping[str, Any], config: Any, generator: SpecGenerator) -> None:
     """Raises for free arguments of `generate` that neither the passes nor the encoder read, which has read them."""
     names = {*NAMES, "labels", *beside_inputs(generator.target)}
-    for name, value in given.items():
+    for name, value in arguments.items():
         if value is not None and name not in names and not hasattr(config, name):
             raise UnsupportedError(f"`{name}` is not supported with specdec's `custom_generate`: leave it out")
 
@@ -221,13 +221,13 @@ def _encoder_inputs(
     model: PreTrainedModel, ids: Tensor, rows: Mapping[str, Any], inputs: Tensor | None
 ) -> dict[str, Any]:
     """Encoder outputs, decoder prompts, and encoder inputs where known (drafts read them): not transformers' -100."""
-    known: dict[str, Tensor] = {}
+    sources: dict[str, Tensor] = {}
     if inputs is not None and inputs.is_floating_point():
-        known = {name: inputs for name in FEATURES if name in encoder_inputs(model)}
+        sources = {name: inputs for name in FEATURES if name in encoder_inputs(model)}
     elif inputs is not None and not bool((inputs < 0).any()):
-        known = {"input_ids": inputs}
+        sources = {"input_ids": inputs}
     names = ("attention_mask", "encoder_outputs", "decoder_attention_mask")
-    return {**known, **{name: rows.get(name) for name in names}, "decoder_input_ids": ids}
+    return {**sources, **{name: rows.get(name) for name in names}, "decoder_input_ids": ids}
 
 
 def _settled(config: Any, width: int, limit: int) -> Any:
@@ -254,11 +254,11 @@ def _settled(config: Any, width: int, limit: int) -> Any:
     return settled
 
 
-def _unsupported(config: Any, own: Any) -> dict[str, Any]:
+def _unsupported(config: Any, saved: Any) -> dict[str, Any]:
     """Fields without effect in specdec whose values the call itself has set."""
     defaults = GenerationConfig()._get_default_generation_params()
     return {
         name: value
         for name in _WITHOUT_EFFECT
-        if (value := getattr(config, name, None)) not in (None, defaults.get(name), getattr(own, name, None))
+        if (value := getattr(config, name, None)) not in (None, defaults.get(name), getattr(saved, name, None))
     }

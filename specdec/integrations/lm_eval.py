@@ -42,11 +42,11 @@ class SpecdecLM(HFLM):  # type: ignore[misc]
     """
 
     def __init__(self, pretrained: Any, draft: Any = None, **options: Any) -> None:
-        own = {name: options.pop(name) for name in (*OPTIONS, *_LOADING) if name in options}
+        hook_options = {name: options.pop(name) for name in (*OPTIONS, *_LOADING) if name in options}
         if isinstance(pretrained, str):
             pretrained = bundled_models.locate(pretrained, "target", "pretrained")
         super().__init__(pretrained=pretrained, **options)
-        self._hook = custom_generate(draft, tokenizer=self.tokenizer, **own)
+        self._hook = custom_generate(draft, tokenizer=self.tokenizer, **hook_options)
         self.runs: list[Stats] = []
 
     def _model_generate(self, context: Tensor, max_length: int, stop: Sequence[str], **options: Any) -> Tensor:
@@ -55,8 +55,8 @@ class SpecdecLM(HFLM):  # type: ignore[misc]
             options["do_sample"] = False
             del options["temperature"]
         mask = options.setdefault("attention_mask", torch.ones_like(context))
-        prompts = [row[kept.bool()].tolist() for row, kept in zip(context, mask, strict=True)]
-        found: Tensor = self.model.generate(
+        prompts = [row[row_mask.bool()].tolist() for row, row_mask in zip(context, mask, strict=True)]
+        sequences: Tensor = self.model.generate(
             input_ids=context,
             max_length=max_length,
             stopping_criteria=[stop_texts(self.tokenizer, stop, prompts)],
@@ -66,7 +66,7 @@ class SpecdecLM(HFLM):  # type: ignore[misc]
         )
         if self._hook.stats is not None:
             self.runs.append(self._hook.stats)
-        return found
+        return sequences
 
 
 def stop_texts(tokenizer: Any, strings: Sequence[str], prompts: Sequence[list[int]]) -> StopTexts:

@@ -83,8 +83,8 @@ class Answer:
             self._stats.append(update)
 
     def whole(self) -> dict[str, Any]:
-        said = {"role": "assistant", "refusal": None}
-        choices = [self._choice(index, deltas, "message", said) for index, deltas in enumerate(self._deltas)]
+        message = {"role": "assistant", "refusal": None}
+        choices = [self._choice(index, deltas, "message", message) for index, deltas in enumerate(self._deltas)]
         body = {**self._head(whole=True), "choices": choices}
         return {**body, "usage": self.usage(), **self._metrics()}
 
@@ -100,8 +100,8 @@ class Answer:
     def last_chunk(self) -> dict[str, Any] | None:
         """The chunk of usage and metrics after all choices; None where the request wants neither."""
         usage = {"usage": self.usage()} if self._stream_options.include_usage else {}
-        found = {**usage, **self._metrics()}
-        return {**self._head(), "choices": [], **found} if found else None
+        fields = {**usage, **self._metrics()}
+        return {**self._head(), "choices": [], **fields} if fields else None
 
     def event(self, content: dict[str, Any]) -> bytes:
         """A chunk as an event; with `include_obfuscation`, padded to a multiple of 128 bytes."""
@@ -135,17 +135,17 @@ class Answer:
         """A choice of these deltas; in a chat the field `chat` has the text, and `more`."""
         text = "".join(delta.text for delta in deltas)
         finish = next((delta.finish for delta in deltas if delta.finish), None)
-        said: dict[str, Any] = {"content": text} if self.is_chat else {"text": text}
+        fields: dict[str, Any] = {"content": text} if self.is_chat else {"text": text}
         if self._thoughts:
             thoughts, text = map("".join, zip(*(self._thought(index, delta) for delta in deltas), strict=True))
-            said = {"content": text or None, **({"reasoning_content": thoughts} if thoughts else {})}
+            fields = {"content": text or None, **({"reasoning_content": thoughts} if thoughts else {})}
         if self._readers:
             reader = self._readers[index]
             text, calls = reader.read(text, last=finish is not None)
             calls = whole_calls(calls) if chat == "message" else calls
-            said |= {"content": text or None, **({"tool_calls": calls} if calls else {})}
+            fields |= {"content": text or None, **({"tool_calls": calls} if calls else {})}
             finish = "tool_calls" if finish == "stop" and reader.are_whole else finish
-        choice: dict[str, Any] = {"index": index, **({chat: {**more, **said}} if self.is_chat else said)}
+        choice: dict[str, Any] = {"index": index, **({chat: {**more, **fields}} if self.is_chat else fields)}
         choice["logprobs"] = self._logprobs(index, [score for delta in deltas for score in delta.scores])
         choice["finish_reason"] = finish
         if self.request.return_drafted:
@@ -194,10 +194,10 @@ def _spelled(spelling: Spelling) -> dict[str, Any]:
 
 def _by_text(top: Sequence[tuple[int, Spelling, float]]) -> dict[str, float]:
     """Log-probabilities by the tokens' texts; of tokens with the same text the less likely ones by their ids."""
-    found: dict[str, float] = {}
+    scores: dict[str, float] = {}
     for token, spelling, value in top:
-        found.setdefault(spelling.text if spelling.text not in found else f"token_id:{token}", value)
-    return found
+        scores.setdefault(spelling.text if spelling.text not in scores else f"token_id:{token}", value)
+    return scores
 
 
 def encoded(content: Any) -> bytes:

@@ -52,6 +52,6 @@ async def _answer(request: Request, error: Exception) -> Response:
     if isinstance(error, RequestValidationError):
         faults = [{**fault, "loc": fault["loc"][1:]} for fault in error.errors()]  # "body" comes first
         error = invalid(faults, error.body)
-    known = reported(error)
-    request.scope[ERROR] = known.code
-    return JSONResponse(known.body, known.status_code, headers=dict(known.headers or {}))
+    api_error = reported(error)
+    request.scope[ERROR] = api_error.code
+    return JSONResponse(api_error.body, api_error.status_code, headers=dict(api_error.headers or {}))

@@ -85,18 +85,19 @@ class CallReader:
         by_name = {tool.function.name: tool for tool in tools}
         sure = [_Pattern(form, by_name, loose=False) for form in forms if form.mark or must]
         self._patterns = [*sure, *(_Pattern(form, by_name, loose=True) for form in LOOSE_FORMS)]
-        self._starts = re.compile(f"[{re.escape(''.join(set().union(*(one.starts for one in self._patterns))))}]")
+        starts = "".join(start for pattern in self._patterns for start in pattern.starts)
+        self._starts = re.compile(f"[{re.escape(starts)}]")
         self._must, self._most, self._text, self._at, self._last = must, most, "", 0, False
-        self._said, self._deltas = "", list[dict[str, Any]]()
+        self._content, self._deltas = "", list[dict[str, Any]]()
         self._calls = self._end = 0  # calls so far, and where the last one ends
         self.are_whole = False  # whether there are calls, and the last one's arguments are complete
         self._reading = self._read()
 
     def read(self, text: str, *, last: bool) -> tuple[str, list[dict[str, Any]]]:
         """The new text of the answer, and its new calls as OpenAI's deltas."""
-        self._text, self._last, self._said, self._deltas = self._text + text, last, "", []
+        self._text, self._last, self._content, self._deltas = self._text + text, last, "", []
         next(self._reading, None)
-        return self._said, self._deltas
+        return self._content, self._deltas
 
     def _read(self) -> Generator[None]:
         """Reads the answer; each `yield` waits for more of it."""
@@ -140,22 +141,22 @@ class CallReader:
 
     def _say(self, end: int, *, before_call: bool) -> None:
         """Says the text up to `end`, without the white space at its end where a call may follow."""
-        said = self._text[self._at : end]
-        said = said.rstrip() if before_call else said
-        self._said += said
-        self._at += len(said)
+        text = self._text[self._at : end]
+        text = text.rstrip() if before_call else text
+        self._content += text
+        self._at += len(text)
 
     def _call(self, pattern: _Pattern, head: re.Match[str]) -> Generator[None]:
         """Reads a call's arguments."""
         call = {"index": self._calls, "id": secrets.token_hex(5)[:9], "type": "function"}  # Mistral's ids have 9
         self._deltas.append({**call, "function": {"name": head["name"], "arguments": ""}})
-        self._calls, self.are_whole, sent = self._calls + 1, False, 0
+        self._calls, self.are_whole, length = self._calls + 1, False, 0
         while not self.are_whole:
             written, end = pattern.arguments(self._text, head.end(), head["name"])
-            if sent < len(written):
-                delta = {"index": call["index"], "function": {"arguments": written[sent:]}}
+            if length < len(written):
+                delta = {"index": call["index"], "function": {"arguments": written[length:]}}
                 self._deltas.append(delta)
-                sent = len(written)
+                length = len(written)
             self._at, self.are_whole = len(self._text) if end is None else end, end is not None
             if self._last:
                 return

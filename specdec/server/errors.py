@@ -87,10 +87,10 @@ def _first_named(message: str) -> str | None:
 
 def reported(error: Exception) -> ApiError:
     """As `as_api_error`; logs unexpected errors."""
-    found = as_api_error(error)
-    if found.status_code >= 500 and found is not error:
+    api_error = as_api_error(error)
+    if api_error.status_code >= 500 and api_error is not error:
         LOG.error("a request failed", exc_info=error)
-    return found
+    return api_error
 
 
 def as_api_error(error: BaseException) -> ApiError:
@@ -165,9 +165,9 @@ def invalid(faults: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
 
     best = max(range(len(faults)), key=weight)
     path = ".".join(map(str, places[best]))[:_LONGEST]
-    own = (faults[best].get("ctx") or {}).get("error")
-    if isinstance(own, FieldError):
-        return _own(str(own), path, faults[best].get("input"))
+    cause = (faults[best].get("ctx") or {}).get("error")
+    if isinstance(cause, FieldError):
+        return _field_error(str(cause), path, faults[best].get("input"))
     same = [fault for fault, place in zip(faults, places, strict=True) if place == places[best]]
     message = predicate(faults[best], same) or "cannot be taken"
     return ApiError(400, f"{f'`{path}`' if path else 'the body'} {message}", param=path or None, code="invalid_value")
@@ -176,32 +176,32 @@ def invalid(faults: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
 def predicate(fault: Mapping[str, Any], same: Sequence[Mapping[str, Any]]) -> str | None:
     """What is wrong with a value, of whose faults, `same`, this is one; None for an unknown kind of fault."""
     if fault["type"] in _TYPES:
-        expected = [_TYPES[one["type"]].format_map(_facts(one)) for one in same if one["type"] in _TYPES]
+        expected = [_TYPES[member["type"]].format_map(_facts(member)) for member in same if member["type"] in _TYPES]
         return f"must be {' or '.join(dict.fromkeys(expected))}, got {_shown(fault['input'])}"
-    known = _FAULTS.get(fault["type"])
-    return known and known.format_map(_facts(fault))
+    template = _FAULTS.get(fault["type"])
+    return template and template.format_map(_facts(fault))
 
 
-def _own(message: str, path: str, value: Any) -> ApiError:
+def _field_error(message: str, path: str, value: Any) -> ApiError:
     """The message of a `FieldError` about the value at `path`, which precedes the first field it names."""
-    named = _first_named(message)
-    if path and named and isinstance(value, Mapping) and named in value:
-        message, named = message.replace(f"`{named}`", f"`{path}.{named}`", 1), f"{path}.{named}"
+    field = _first_named(message)
+    if path and field and isinstance(value, Mapping) and field in value:
+        message, field = message.replace(f"`{field}`", f"`{path}.{field}`", 1), f"{path}.{field}"
     elif path:
-        message, named = f"`{path}`: {message}", path
-    return ApiError(400, message, param=named, code="invalid_value")
+        message, field = f"`{path}`: {message}", path
+    return ApiError(400, message, param=field, code="invalid_value")
 
 
 def place_of(fault: Mapping[str, Any], body: Any) -> Place:
     """The path in the body, without pydantic's names of union members and validators."""
-    found: list[str | int] = []
+    place: list[str | int] = []
     location = fault["loc"]
     *inner, last = location or ("",)
     for part in inner if fault["type"] == "missing" else location:
         if (isinstance(body, Mapping) and part in body) or (isinstance(body, list) and isinstance(part, int)):
-            found.append(part)
+            place.append(part)
             body = body[part]
-    return (*found, last) if fault["type"] == "missing" and location else tuple(found)
+    return (*place, last) if fault["type"] == "missing" and location else tuple(place)
 
 
 def _facts(fault: Mapping[str, Any]) -> dict[str, Any]:

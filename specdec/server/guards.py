@@ -100,20 +100,20 @@ def authorise(request: Request, state: State) -> None:
     """Raises a 401 without a valid key; puts the key's name into the scope."""
     if state.keys is None:
         return
-    scheme, _, given = request.headers.get("authorization", "").partition(" ")
-    name = state.keys.name(given.strip()) if scheme.lower() == "bearer" and given else None
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    name = state.keys.name(key.strip()) if scheme.lower() == "bearer" and key else None
     if name is None:
         message = "an API key is needed: send the header `Authorization: Bearer KEY`"
-        if scheme.lower() == "bearer" and given.strip():
+        if scheme.lower() == "bearer" and key.strip():
             message = "this API key is not valid: ask whoever runs this server for one that is"
         raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
     request.scope["specdec.key"] = name
 
 
 def _check_media(request: Request, media: str) -> None:
-    given = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if given != media:
-        came = f"is {given[:64]!r}" if given else "is missing"
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != media:
+        came = f"is {kind[:64]!r}" if kind else "is missing"
         message = f"the header `Content-Type` {came}: {_WAYS[media]}"
         raise ApiError(415, message, param="Content-Type", code="unsupported_media_type")
 
@@ -168,22 +168,22 @@ class Entrance:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         headers, began = Headers(scope=scope), time.monotonic()
-        given = headers.get("x-request-id", "")
-        own = given if _ID.fullmatch(given) else secrets.token_hex(8)
-        status, sent, complete = 500, 0, False
+        client_id = headers.get("x-request-id", "")
+        request_id = client_id if _ID.fullmatch(client_id) else secrets.token_hex(8)
+        status, num_bytes, complete = 500, 0, False
         ends = scope[_ENDS] = ExitStack()
         inner = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope  # uvicorn leaves its body out
 
         async def tagged(message: Message) -> None:
-            nonlocal status, sent, complete
+            nonlocal status, num_bytes, complete
             if message["type"] == "http.response.start":
                 status = message["status"]
                 added = MutableHeaders(scope=message)
-                added["X-Request-ID"] = own
+                added["X-Request-ID"] = request_id
                 added["X-Content-Type-Options"] = "nosniff"
             else:
                 complete = not message.get("more_body", False)
-            sent += len(message.get("body", b""))
+            num_bytes += len(message.get("body", b""))
             await send(message)
 
         try:
@@ -201,8 +201,8 @@ class Entrance:
             if inner.get(ERROR) == LEFT:
                 self._state.metrics.aborted.labels(path).inc()
             client, key = sender_of(HTTPConnection(scope)), inner.get("specdec.key")
-            facts = {"request_id": own, "method": scope["method"], "path": path, "status": status, "seconds": seconds}
-            self._state.note(**facts, bytes=sent, client=client, key=key, error=inner.get(ERROR))
+            facts = {"request_id": request_id, "method": scope["method"], "path": path, "status": status}
+            self._state.note(**facts, seconds=seconds, bytes=num_bytes, client=client, key=key, error=inner.get(ERROR))
 
     def _refusal(self, scope: Scope, headers: Headers) -> ApiError | None:
         if sum(len(name) + len(value) for name, value in scope["headers"]) > self._state.settings.limits.header_bytes:
@@ -210,12 +210,12 @@ class Entrance:
         if "transfer-encoding" in headers and "content-length" in headers:  # request smuggling
             message = "a request has `Transfer-Encoding` or `Content-Length`: send one of them"
             return ApiError(400, message, code="invalid_http", headers={"Connection": "close"})
-        settings, given = self._state.settings, headers.get("host", "").lower()
-        known = {*map(host_of, settings.hosts), settings.host.lower(), *(_LOCAL if settings.is_local else ())}
+        settings, host = self._state.settings, headers.get("host", "").lower()
+        hosts = {*map(host_of, settings.hosts), settings.host.lower(), *(_LOCAL if settings.is_local else ())}
         # DNS rebinding: another site's name may resolve to this address.
-        if settings.is_local and host_of(given) not in known:
+        if settings.is_local and host_of(host) not in hosts:
             return ApiError(421, "this host name is not served: pass --allow-host", code="unknown_host")
         origin = headers.get("origin")
-        if origin is not None and not any(_is_at(origin.lower(), netloc) for netloc in (given, *settings.hosts)):
+        if origin is not None and not any(_is_at(origin.lower(), netloc) for netloc in (host, *settings.hosts)):
             return ApiError(403, "pages of other sites may not use this server: pass --allow-host", code="cross_origin")
         return None

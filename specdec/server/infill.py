@@ -59,5 +59,5 @@ class Infill:
     def _ids(self, names: Sequence[str]) -> list[int]:
         """The ids of those tokens of these names that the tokenizer has."""
         ids = [self._tokenizer.convert_tokens_to_ids(name) for name in names]
-        has = [self._tokenizer.convert_ids_to_tokens(one) if one is not None else None for one in ids]
-        return [one for one, name, same in zip(ids, names, has, strict=True) if name == same]
+        has = [self._tokenizer.convert_ids_to_tokens(token) if token is not None else None for token in ids]
+        return [token for token, name, same in zip(ids, names, has, strict=True) if name == same]

@@ -136,30 +136,30 @@ class Conversations:
     """Conversations of responses, the last of them, each for its client alone."""
 
     def __init__(self) -> None:
-        self._kept = OrderedDict[tuple[str, str], list[Message]]()
+        self._conversations = OrderedDict[tuple[str, str], list[Message]]()
 
-    def keep(self, client: str, asked: ResponsesRequest, id: str, answer: Sequence[Message]) -> None:
+    def keep(self, client: str, request: ResponsesRequest, id: str, answer: Sequence[Message]) -> None:
         """Keeps a request's conversation and its answer, unless the request says not to."""
-        if not asked.store:
+        if not request.store:
             return
-        instructions = 1 if asked.instructions else 0
-        self._kept[client, id] = [*asked.messages[instructions:], *answer]
-        while len(self._kept) > _MOST or (len(self._kept) > 1 and self._characters > _CHARACTERS):
-            self._kept.popitem(last=False)
+        instructions = 1 if request.instructions else 0
+        self._conversations[client, id] = [*request.messages[instructions:], *answer]
+        while len(self._conversations) > _MOST or (len(self._conversations) > 1 and self._characters > _CHARACTERS):
+            self._conversations.popitem(last=False)
 
     def find(self, client: str, id: str | None) -> list[Message]:
         """The messages up to a response; none without an id. Raises a 404 for one that is not kept."""
         if id is None:
             return []
-        if (client, id) not in self._kept:
+        if (client, id) not in self._conversations:
             message = f"there is no response {id[:128]!r} here (the last {_MOST} are kept): pass its items in `input`"
             raise ApiError(404, message, param="previous_response_id", code="previous_response_not_found")
-        return self._kept[client, id]
+        return self._conversations[client, id]
 
     @property
     def _characters(self) -> int:
-        pictures = (len(url) for messages in self._kept.values() for one in messages for url in one.pictures)
-        return sum(one.characters for messages in self._kept.values() for one in messages) + sum(pictures)
+        messages = [message for conversation in self._conversations.values() for message in conversation]
+        return sum(message.characters + sum(map(len, message.pictures)) for message in messages)
 
 
 class ResponseAnswer(Answer):
@@ -169,7 +169,7 @@ class ResponseAnswer(Answer):
         self, request: ResponsesRequest, model: str, *, done: Callable[[str, list[Message]], None], **how: Any
     ) -> None:
         super().__init__(request, model, 1, **how)
-        self._asked, self._done = request, done
+        self._body, self._done = request, done
         self._items: list[dict[str, Any]] = []
         self._is_begun = self._is_open = False  # the response; its last item
         self._number, self._finish = 0, "stop"
@@ -186,9 +186,9 @@ class ResponseAnswer(Answer):
 
     def event(self, content: dict[str, Any]) -> bytes:
         """The events of a chat's chunk; one without choices ends the response."""
-        return b"".join(map(self._written, self._events(content)))
+        return b"".join(map(self._encoded, self._events(content)))
 
-    def _written(self, event: dict[str, Any]) -> bytes:
+    def _encoded(self, event: dict[str, Any]) -> bytes:
         self._number += 1
         numbered = {"type": event["type"], "sequence_number": self._number, **event}
         return b"event: %s\n%s" % (event["type"].encode(), super().event(numbered))
@@ -199,27 +199,27 @@ class ResponseAnswer(Answer):
             yield from ({"type": f"response.{name}", "response": response} for name in ("created", "in_progress"))
         for choice in content["choices"]:
             self._finish = choice["finish_reason"] or self._finish
-            yield from self._taken(choice["delta"])
+            yield from self._delta_events(choice["delta"])
         if not content["choices"]:
             yield from self._close()
-            response = self._ended()
+            response = self._final_response()
             yield {"type": f"response.{response['status']}", "response": response}
 
-    def _taken(self, delta: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    def _delta_events(self, delta: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """The events of a chat's delta."""
         for kind, name in (("reasoning", "reasoning_content"), ("message", "content")):
             if text := delta.get(name):
                 if not self._is_open or self._items[-1]["type"] != kind:
                     yield from self._open(kind, **_NEW[kind], content=[{"type": _TEXT[kind], "text": ""}])
                 self._items[-1]["content"][0]["text"] += text
-                yield self._told(f"{_TEXT[kind]}.delta", delta=text)
+                yield self._item_event(f"{_TEXT[kind]}.delta", delta=text)
         for call in delta.get("tool_calls", ()):
             function = call["function"]
             if "id" in call:
                 yield from self._open("function_call", call_id=call["id"], name=function["name"], arguments="")
             if function["arguments"]:
                 self._items[-1]["arguments"] += function["arguments"]
-                yield self._told("function_call_arguments.delta", delta=function["arguments"])
+                yield self._item_event("function_call_arguments.delta", delta=function["arguments"])
 
     def _open(self, kind: str, **fields: Any) -> Iterator[dict[str, Any]]:
         """Begins an item."""
@@ -228,9 +228,9 @@ class ResponseAnswer(Answer):
         self._items.append({"id": id, "type": kind, "status": "in_progress", **fields})
         self._is_open = True
         item = self._items[-1]
-        yield self._told("output_item.added", item={**item, "content": []} if "content" in item else item)
+        yield self._item_event("output_item.added", item={**item, "content": []} if "content" in item else item)
         if "content" in item:
-            yield self._told("content_part.added", part=item["content"][0])
+            yield self._item_event("content_part.added", part=item["content"][0])
 
     def _close(self) -> Iterator[dict[str, Any]]:
         """Ends the open item, if there is one."""
@@ -239,14 +239,14 @@ class ResponseAnswer(Answer):
         self._is_open, item = False, self._items[-1]
         item["status"] = "incomplete" if self._finish == "length" else "completed"
         if item["type"] == "function_call":
-            yield self._told("function_call_arguments.done", name=item["name"], arguments=item["arguments"])
+            yield self._item_event("function_call_arguments.done", name=item["name"], arguments=item["arguments"])
         else:
             [part] = item["content"]
-            yield self._told(f"{part['type']}.done", text=part["text"])
-            yield self._told("content_part.done", part=part)
-        yield self._told("output_item.done", item=item)
+            yield self._item_event(f"{part['type']}.done", text=part["text"])
+            yield self._item_event("content_part.done", part=part)
+        yield self._item_event("output_item.done", item=item)
 
-    def _told(self, event: str, **fields: Any) -> dict[str, Any]:
+    def _item_event(self, event: str, **fields: Any) -> dict[str, Any]:
         """An event about the last item."""
         place: dict[str, Any] = {"output_index": len(self._items) - 1}
         if not event.startswith("output_item"):
@@ -256,7 +256,7 @@ class ResponseAnswer(Answer):
         return {"type": f"response.{event}", **place, **fields, **({"logprobs": []} if "output_text" in event else {})}
 
     def _response(self, status: str) -> dict[str, Any]:
-        asked, choice = self._asked, self._asked.tool_choice
+        request, choice = self._body, self._body.tool_choice
         return {
             "id": f"resp_{self._id}",
             "object": "response",
@@ -266,16 +266,16 @@ class ResponseAnswer(Answer):
             "output": self._items,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-            "parallel_tool_calls": asked.parallel_tool_calls,
+            "parallel_tool_calls": request.parallel_tool_calls,
             "tool_choice": {"type": "function", "name": choice.function.name}
             if isinstance(choice, Tool)
             else choice or "auto",
-            "tools": [{"type": "function", "strict": True, **tool.plain["function"]} for tool in asked.tools or ()],
-            **{name: getattr(asked, name) for name in _ECHOED},
+            "tools": [{"type": "function", "strict": True, **tool.plain["function"]} for tool in request.tools or ()],
+            **{name: getattr(request, name) for name in _ECHOED},
             "usage": None,
         }
 
-    def _ended(self) -> dict[str, Any]:
+    def _final_response(self) -> dict[str, Any]:
         """The whole response; its conversation may go on unless its last call is incomplete."""
         response, usage = self._response("incomplete" if self._finish == "length" else "completed"), self.usage()
         response["usage"] = {

@@ -30,14 +30,14 @@ class Keys:
         if faults:
             raise OptionError(f"`api_key_file`: {faults[0]}")
 
-    def name(self, given: str) -> str | None:
+    def name(self, key: str) -> str | None:
         """The name of a key, None for an unknown one; compares all keys, for constant time."""
         self._refresh()
-        digest, found = _digest(given), None
-        for known, name in self._names.items():
-            if hmac.compare_digest(digest, known):
-                found = name
-        return found
+        digest, match = _digest(key), None
+        for stored, name in self._names.items():
+            if hmac.compare_digest(digest, stored):
+                match = name
+        return match
 
     def _refresh(self) -> None:
         """Reads a changed file. Invalid lines are logged and allow nothing: a revoked key must not stay valid."""
@@ -53,10 +53,10 @@ class Keys:
     def _stat(self) -> tuple[int, ...] | None:
         """What changes with the file, its mode included; None without a file."""
         try:
-            found = self._path.stat()
+            status = self._path.stat()
         except OSError:
             return None
-        return found.st_mtime_ns, found.st_ctime_ns, found.st_size, found.st_ino
+        return status.st_mtime_ns, status.st_ctime_ns, status.st_size, status.st_ino
 
     def _read(self) -> tuple[dict[bytes, str], list[str]]:
         """Names by digest of the valid keys, and the errors of the file."""
@@ -72,20 +72,20 @@ class Keys:
             text = line.strip()
             if not text or text.startswith("#"):
                 continue
-            named = _NAMED.fullmatch(text)
-            name, key = (named[1].strip(), named[2]) if named else (f"key-{number}", text)
-            known = names.get(_digest(key), name)
+            match = _NAMED.fullmatch(text)
+            name, key = (match[1].strip(), match[2]) if match else (f"key-{number}", text)
+            owner = names.get(_digest(key), name)
             if any(character.isspace() for character in key):
                 faults.append(f"line {number} has a key with a space in it: write KEY or NAME: KEY")
             elif len(key) < _LEAST:
                 faults.append(f"the key in line {number} is shorter than {_LEAST} characters: write a longer one")
             elif not (key.isascii() and key.isprintable()):
                 faults.append(f"the key in line {number} has characters that no header carries: write it in ASCII")
-            elif named and _NUMBERED.fullmatch(name):
+            elif match and _NUMBERED.fullmatch(name):
                 faults.append(f"the name in line {number} is that of a key without one in another line: choose another")
-            elif known != name:
+            elif owner != name:
                 faults.append(
-                    f"the key in line {number} is that of {known!r}, too: write another, or leave the line out"
+                    f"the key in line {number} is that of {owner!r}, too: write another, or leave the line out"
                 )
             else:
                 names[_digest(key)] = name

@@ -52,9 +52,9 @@ class Sent(BaseModel):
     def _without_nulls(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        known = {field.alias or name for name, field in cls.model_fields.items()}
+        fields = {field.alias or name for name, field in cls.model_fields.items()}
         present = without_nulls(data)
-        unknown = [name for name in present if name not in known]
+        unknown = [name for name in present if name not in fields]
         for name in unknown[_UNKNOWN:]:  # each would be a fault
             del present[name]
         return present
@@ -119,10 +119,10 @@ def _is_function_name(value: str) -> str:
 
 def _is_object(value: str) -> str:
     try:
-        found = json.loads(value)
+        arguments = json.loads(value)
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
+        arguments = None
+    if not isinstance(arguments, dict):
         raise FieldError("the arguments of a call are a JSON object, written as text")
     return value
 
@@ -163,8 +163,8 @@ class Tool(Sent):
     @property
     def plain(self) -> dict[str, Any]:
         """The tool as chat templates take it."""
-        said = {"name": self.function.name, "description": self.function.description or ""}
-        return {"type": "function", "function": {**said, "parameters": self.parameters}}
+        function = {"name": self.function.name, "description": self.function.description or ""}
+        return {"type": "function", "function": {**function, "parameters": self.parameters}}
 
 
 class CalledFunction(Sent):

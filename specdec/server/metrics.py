@@ -59,13 +59,13 @@ class Metrics:
 
     def watch(self, hosts: Mapping[str, Any], uploads: Any) -> None:
         """Adds gauges of the models' loads and of uploads, which are read at every scrape."""
-        for field, named in _LOADS.items():
-            gauge, read = self._metric(Gauge, *named, "model"), attrgetter(field)
+        for field, name_and_help in _LOADS.items():
+            gauge, read = self._metric(Gauge, *name_and_help, "model"), attrgetter(field)
             for name, host in hosts.items():
                 if read(host) is not None:
                     gauge.labels(name).set_function(partial(read, host))
-        for field, named in _UPLOADS.items():
-            self._metric(Gauge, *named).set_function(partial(attrgetter(field), uploads))
+        for field, name_and_help in _UPLOADS.items():
+            self._metric(Gauge, *name_and_help).set_function(partial(attrgetter(field), uploads))
 
     def count(self, model: str, stats: Stats) -> None:
         """Counts a finished prompt or recording."""
@@ -96,8 +96,8 @@ def trace(app: FastAPI) -> None:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError:
         raise SpecdecError(f"{COLLECTOR[0]} is set: pip install -e '.[tracing]', or unset it") from None
-    named = Resource({SERVICE_NAME: "specdec"}).merge(OTELResourceDetector().detect())
-    provider = TracerProvider(resource=Resource.create().merge(named))
+    resource = Resource({SERVICE_NAME: "specdec"}).merge(OTELResourceDetector().detect())
+    provider = TracerProvider(resource=Resource.create().merge(resource))
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
     app.state.server.ends.callback(provider.shutdown)
     FastAPIInstrumentor.instrument_app(

@@ -61,10 +61,10 @@ class Host:
     def load(self) -> Load:
         engine = self.model.generator.engine
         rows = [*engine.running, *engine.scheduler.prefilling]
-        held = sum(row.length for row in rows)
+        tokens = sum(row.length for row in rows)
         budget, each = engine.memory, engine.model.kv_bytes
-        free = max(budget.limit // each - held, 0) if budget is not None and each else None
-        return Load(self.turns.running, self.turns.waiting, held, free)
+        free = max(budget.limit // each - tokens, 0) if budget is not None and each else None
+        return Load(self.turns.running, self.turns.waiting, tokens, free)
 
     async def is_ready(self) -> bool:
         """Whether it has decoded lately, or decodes a token now; concurrent calls share that token."""
@@ -100,20 +100,20 @@ def load_served(settings: ModelSettings, limits: Limits, share: float = 0.5) -> 
         raise OptionError.of("loading", f"fields among {', '.join(LOADING)}, draft_options", unknown[0])
     target = bundled_models.locate(settings.target, "target")
     is_speech = _is_speech(settings, target)
-    if not is_speech and (own := [name for name in _OF_REQUESTS if name in settings.options]):
-        raise OptionError(f"`options` of a model may not name `{own[0]}`, which every request sets: leave it out")
+    if not is_speech and (refused := [name for name in _OF_REQUESTS if name in settings.options]):
+        raise OptionError(f"`options` of a model may not name `{refused[0]}`, which every request sets: leave it out")
     if is_speech:
         check_readers()
     memory: dict[str, Any] = {"kv_budget": settings.kv_budget or share, "prefix_cache": settings.prefix_cache}
     kind = Transcriber if is_speech else SpecGenerator
     try:
-        made: Any = kind.from_pretrained(target, settings.draft, **memory, **settings.loading, **settings.options)
-        (made.generator if is_speech else made).compile()
+        pipeline: Any = kind.from_pretrained(target, settings.draft, **memory, **settings.loading, **settings.options)
+        (pipeline.generator if is_speech else pipeline).compile()
     finally:
         release_helpers()
     if is_speech:
-        return SpeechModel(settings.name, made, limits.audio_seconds)
-    return TextModel(settings.name, made, context=settings.context, pixels=limits.picture_pixels)
+        return SpeechModel(settings.name, pipeline, limits.audio_seconds)
+    return TextModel(settings.name, pipeline, context=settings.context, pixels=limits.picture_pixels)
 
 
 def _is_speech(settings: ModelSettings, target: str) -> bool:

@@ -30,12 +30,12 @@ EVERYTHING = {"temperature": 1.0, "top_k": 0}
 _CHUNK = 64  # the most tokens of a prompt that one pass scores
 
 
-def check_limits(asked: Generate, limits: Limits) -> None:
+def check_limits(request: Generate, limits: Limits) -> None:
     """Raises a 400 for numbers above the server's limits."""
     bounds: dict[str, int | None] = {"n": limits.choices, "num_beams": limits.beams, "num_samples": limits.beams}
     bounds |= dict.fromkeys((*LENGTHS, "min_tokens"), limits.new_tokens)
     for name, most in bounds.items():
-        if most is not None and (getattr(asked, name, None) or 0) > most:
+        if most is not None and (getattr(request, name, None) or 0) > most:
             raise above_limit(f"`{name}` may be {most}", name)
 
 
@@ -56,55 +56,55 @@ def check_messages(messages: Sequence[Message], limits: Limits) -> None:
 
 
 def call_options(
-    asked: Generate, drawing: Mapping[str, float], draft: Draft | None, *, num_beams: int = 1
+    request: Generate, drawing: Mapping[str, float], draft: Draft | None, *, num_beams: int = 1
 ) -> dict[str, Any]:
     """The options of a call, without lengths and structured output; `drawing`: of `EVERYTHING`, what the model leaves
     open; `num_beams`: the model's own. Several greedy answers are one, as they are the same.
     """
-    options = asked.model_dump(include={*_SAME}, exclude_unset=True, exclude_none=True)
-    beams = asked.num_beams if "num_beams" in asked.model_fields_set else num_beams
-    searches = beams > 1 or asked.penalty_alpha
-    if asked.temperature is not None or not searches:
+    options = request.model_dump(include={*_SAME}, exclude_unset=True, exclude_none=True)
+    beams = request.num_beams if "num_beams" in request.model_fields_set else num_beams
+    searches = beams > 1 or request.penalty_alpha
+    if request.temperature is not None or not searches:
         options |= {"do_sample": True, **drawing}
     else:
         options["do_sample"] = False
-    given = {name: value for name in _INHERITED if (value := getattr(asked, name)) is not None}
-    if asked.top_k == -1:
-        given["top_k"] = 0
-    options |= given
-    if asked.temperature == 0 and searches:
+    values = {name: value for name in _INHERITED if (value := getattr(request, name)) is not None}
+    if request.top_k == -1:
+        values["top_k"] = 0
+    options |= values
+    if request.temperature == 0 and searches:
         options = {name: value for name, value in options.items() if name not in _INHERITED} | {"do_sample": False}
-        options |= {"top_k": asked.top_k} if asked.top_k and asked.penalty_alpha else {}
-    is_greedy = asked.temperature == 0 and not searches and asked.num_samples is None
-    options["num_return_sequences"] = 1 if is_greedy else asked.n
-    if asked.min_tokens:
-        options["min_new_tokens"] = asked.min_tokens
-    if asked.ignore_eos:
+        options |= {"top_k": request.top_k} if request.top_k and request.penalty_alpha else {}
+    is_greedy = request.temperature == 0 and not searches and request.num_samples is None
+    options["num_return_sequences"] = 1 if is_greedy else request.n
+    if request.min_tokens:
+        options["min_new_tokens"] = request.min_tokens
+    if request.ignore_eos:
         options["eos_token_id"] = []
-    if asked.logit_bias:
-        options["sequence_bias"] = {(_token_id(token),): float(bias) for token, bias in asked.logit_bias.items()}
-    options["seed"] = asked.seed if asked.seed is None or asked.seed >= 0 else asked.seed + 2**64
-    return options | _draft_options(asked, draft)
+    if request.logit_bias:
+        options["sequence_bias"] = {(_token_id(token),): float(bias) for token, bias in request.logit_bias.items()}
+    options["seed"] = request.seed if request.seed is None or request.seed >= 0 else request.seed + 2**64
+    return options | _draft_options(request, draft)
 
 
-def _draft_options(asked: Generate, draft: Draft | None) -> dict[str, Any]:
-    named = {name: value for name in _DRAFTING if (value := getattr(asked, name)) is not None}
-    if draft is not None and (not asked.speculate or asked.penalty_alpha):
-        if named:
-            why = "`speculate` is false" if not asked.speculate else "`penalty_alpha` takes no draft"
-            raise OptionError(f"`{next(iter(named))}` sets how much to draft, and {why}: leave one of them out")
-        if asked.prediction is not None:
+def _draft_options(request: Generate, draft: Draft | None) -> dict[str, Any]:
+    options = {name: value for name in _DRAFTING if (value := getattr(request, name)) is not None}
+    if draft is not None and (not request.speculate or request.penalty_alpha):
+        if options:
+            why = "`speculate` is false" if not request.speculate else "`penalty_alpha` takes no draft"
+            raise OptionError(f"`{next(iter(options))}` sets how much to draft, and {why}: leave one of them out")
+        if request.prediction is not None:
             raise OptionError(
                 "`prediction` is for drafts that copy, and this request takes none: leave one of them out"
             )
         return {"assistant_model": "none"}
-    if draft is not None and (asked.num_assistant_branches or 1) > 1 and not draft.guesses_trees:
+    if draft is not None and (request.num_assistant_branches or 1) > 1 and not draft.guesses_trees:
         raise UnsupportedError("`num_assistant_branches` is for drafts of trees, and this model has none: leave it out")
-    if draft is None and named:
+    if draft is None and options:
         raise UnsupportedError(
-            f"`{next(iter(named))}` sets how much to draft, and this model has no draft: leave it out"
+            f"`{next(iter(options))}` sets how much to draft, and this model has no draft: leave it out"
         )
-    return named
+    return options
 
 
 def _token_id(text: str) -> int:

@@ -39,7 +39,7 @@ def _spelled(data: dict[str, Any]) -> dict[str, Any]:
         del data["n_predict"]
         data |= {} if most == -1 or data.get("max_tokens") is not None else {"max_tokens": most}
     if isinstance(stop := data.get("stop"), str | list):
-        data["stop"] = stop or None if isinstance(stop, str) else [one for one in stop if one != ""]
+        data["stop"] = stop or None if isinstance(stop, str) else [text for text in stop if text != ""]
     return data
 
 
@@ -197,7 +197,7 @@ class Generate(Sent):
         data = _spelled(data)
         for name, (neutral, why) in REFUSED.items():
             value = None if name in cls.model_fields else data.get(name)
-            if value is not None and not any(type(value) is type(one) and value == one for one in neutral):
+            if value is not None and not any(type(value) is type(allowed) and value == allowed for allowed in neutral):
                 raise FieldError(f"`{name}` is not supported: {why}")
         for name in HINTS:
             if data.get(name) is not None and name not in _NAMED:
@@ -209,28 +209,28 @@ class Generate(Sent):
     def _together(self) -> Generate:
         if self.stream_options is not None and not self.stream:
             raise FieldError("`stream_options` need `stream`: set it, or leave them out")
-        named = [form.field for form in self.forms]
-        if len(named) > 1:
-            raise FieldError(f"`{named[0]}` and `{named[1]}` each set the form of the answer: pass one of them")
-        if named and self.ignore_eos and not self.stop_token_ids:
-            raise FieldError(f"`ignore_eos` lets no answer in the form of `{named[0]}` end: leave one of them out")
+        fields = [form.field for form in self.forms]
+        if len(fields) > 1:
+            raise FieldError(f"`{fields[0]}` and `{fields[1]}` each set the form of the answer: pass one of them")
+        if fields and self.ignore_eos and not self.stop_token_ids:
+            raise FieldError(f"`ignore_eos` lets no answer in the form of `{fields[0]}` end: leave one of them out")
         if (most := self.most_tokens) is not None and self.min_tokens > most:
             limit = next((name for name in LENGTHS if getattr(self, name, None) is not None), None)
-            known = f"`{limit}`={most}" if limit else f"{most}, which is the most without `max_tokens`"
-            raise FieldError(f"`min_tokens`={self.min_tokens} is more than {known}: lower the one or raise the other")
+            bound = f"`{limit}`={most}" if limit else f"{most}, which is the most without `max_tokens`"
+            raise FieldError(f"`min_tokens`={self.min_tokens} is more than {bound}: lower the one or raise the other")
         return self
 
     @property
     def forms(self) -> list[Form]:
         """The forms that the request sets."""
-        found = [Form(kind, getattr(self, f"guided_{kind}"), f"guided_{kind}") for kind in _FORMS]
+        forms = [Form(kind, getattr(self, f"guided_{kind}"), f"guided_{kind}") for kind in _FORMS]
         nested = {} if self.structured_outputs is None else self.structured_outputs.model_dump(by_alias=True)
-        found += [Form(kind, nested.get(kind), f"structured_outputs.{kind}") for kind in _FORMS]
+        forms += [Form(kind, nested.get(kind), f"structured_outputs.{kind}") for kind in _FORMS]
         if self.response_format is not None and self.response_format.type != "text":
             schema = self.response_format.json_schema
-            own = schema.schema_ if schema is not None else None
-            found.append(Form("json", {"type": "object"} if own is None else own, "response_format"))
-        return [form for form in found if form.source is not None]
+            source = schema.schema_ if schema is not None else None
+            forms.append(Form("json", {"type": "object"} if source is None else source, "response_format"))
+        return [form for form in forms if form.source is not None]
 
     @property
     def top(self) -> int | None:
@@ -363,8 +363,8 @@ class ChatRequest(Generate):
     @property
     def callable(self) -> list[Tool]:
         """The tools that the answer may call."""
-        named = self.tool_choice.function.name if isinstance(self.tool_choice, Tool) else None
-        return [tool for tool in self.offered if named in (None, tool.function.name)]
+        name = self.tool_choice.function.name if isinstance(self.tool_choice, Tool) else None
+        return [tool for tool in self.offered if name in (None, tool.function.name)]
 
     @property
     def must_call(self) -> bool:
@@ -403,7 +403,7 @@ class TokenizeRequest(Sent):
     add_generation_prompt: bool = True
 
     @model_validator(mode="after")
-    def _one(self) -> TokenizeRequest:
+    def _has_one_input(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
             raise FieldError("pass `prompt` or `messages`")
         return self

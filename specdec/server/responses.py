@@ -31,19 +31,19 @@ async def watched(request: Request, work: Awaitable[T], *, unread: bool = False)
     state, task = state_of(request), asyncio.ensure_future(work)
     state.track(task)
     lost = getattr(request.state, LOST, asyncio.Event())  # no other server tells
-    gone = asyncio.ensure_future(lost.wait() if unread else _left(request.receive))
+    departure = asyncio.ensure_future(lost.wait() if unread else _left(request.receive))
     patience = state.settings.limits.request_seconds
     try:
-        await asyncio.wait({task, gone}, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({task, departure}, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
         if task.done() and not task.cancelled():
             return task.result()
-        late = not gone.done() and not task.done()
+        late = not departure.done() and not task.done()
         await _cancel(task)
         if late:
             raise ApiError(504, f"the request took longer than {patience:g} s: ask for less", code="timeout")
         raise state.given_up()
     finally:
-        gone.cancel()
+        departure.cancel()
         await _cancel(task)
 
 

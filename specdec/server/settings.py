@@ -147,27 +147,27 @@ class ServeSettings(_Frozen):
         return self.host == "localhost" or (address is not None and address.is_loopback)
 
 
-def read_settings(given: Mapping[str, Any]) -> ServeSettings:
+def read_settings(values: Mapping[str, Any]) -> ServeSettings:
     """The settings; raises an OptionError that names every invalid key."""
     try:
-        return ServeSettings.model_validate(given)
+        return ServeSettings.model_validate(values)
     except ValidationError as error:
         faults: dict[Place, list[Any]] = {}  # a key of a union type has one for each member
         for fault in error.errors():
-            faults.setdefault(place_of(fault, given), []).append(fault)
-        inner = [place for place in faults if not any(place == one[: len(place)] != one for one in faults)]
-        raise OptionError("; ".join(_said(place, faults[place]) for place in inner)) from None
+            faults.setdefault(place_of(fault, values), []).append(fault)
+        inner = [place for place in faults if not any(place == other[: len(place)] != other for other in faults)]
+        raise OptionError("; ".join(_fault_text(place, faults[place]) for place in inner)) from None
 
 
-def _said(place: Place, faults: Sequence[Any]) -> str:
+def _fault_text(place: Place, faults: Sequence[Any]) -> str:
     """What is wrong with the value at one place."""
     where, first = ".".join(map(str, place)), faults[0]
     if first["type"] == "extra_forbidden":
         kinds: dict[str, type[BaseModel]] = {"models": ModelSettings, "limits": Limits}
         near = closest_name(str(place[-1]), kinds.get(str(place[0]), ServeSettings).model_fields)
         return f"`{where}`: unknown key{f' (did you mean `{near}`?)' if near else ''}"
-    own = first["type"] == "value_error"
-    message = None if own else predicate(first, faults)
+    is_ours = first["type"] == "value_error"
+    message = None if is_ours else predicate(first, faults)
     if message is None:
         message = str(first["msg"]).removeprefix("Value error, ")
         return f"`{where}`: {message}" if where else message

@@ -44,13 +44,13 @@ class SpeechModel:
             cancel.check()
             return False
 
-        found = yield from self.transcriber.stream(
+        transcription = yield from self.transcriber.stream(
             content,
             stopping_criteria=[cancelled],
             progress=lambda done, known: cancel.check(),
             **{name: value for name, value in options.items() if value is not None},
         )
-        yield found
+        yield transcription
 
     def warm_up(self) -> None:
         """Decodes a token of silence."""

@@ -53,16 +53,16 @@ class State:
         fitting = [host for host in self.hosts.values() if host.model.task == task]
         if name is None and fitting:
             return fitting[0]
-        found = self.hosts.get(name or "")
-        if found is None:
+        match = self.hosts.get(name or "")
+        if match is None:
             names = ", ".join(repr(host.model.name) for host in fitting)
-            known = f"models for {task} are {names}" if fitting else f"no model of this server is for {task}"
-            message = known if name is None else f"there is no model {name!r} here; {known}"
+            available = f"models for {task} are {names}" if fitting else f"no model of this server is for {task}"
+            message = available if name is None else f"there is no model {name!r} here; {available}"
             raise ApiError(404, message, param="model", code="model_not_found")
-        if found.model.task != task:
-            message = f"the model {name!r} is for {found.model.task}, and this endpoint is for {task}"
+        if match.model.task != task:
+            message = f"the model {name!r} is for {match.model.task}, and this endpoint is for {task}"
             raise ApiError(400, message, param="model", code="wrong_model")
-        return found
+        return match
 
     def track(self, task: asyncio.Task[Any]) -> None:
         """Cancels the task when the server stops, at once if it already has."""
@@ -100,14 +100,14 @@ class State:
 
 
 def state_of(request: Request) -> State:
-    found: State = request.app.state.server
-    return found
+    state: State = request.app.state.server
+    return state
 
 
 def client_of(request: Request) -> str:
     """The client: the name of its key, or its address without keys. Clients share no prefix cache."""
-    known: str | None = request.scope.get("specdec.key")
-    return sender_of(request) if known is None else known
+    key_name: str | None = request.scope.get("specdec.key")
+    return sender_of(request) if key_name is None else key_name
 
 
 def sender_of(request: HTTPConnection) -> str:

@@ -107,8 +107,8 @@ class TextModel:
             raise OptionError(f"the model {name!r} has no tokenizer: a server reads and writes text")
         self.name, self.generator, self.tokenizer, self._pixels = name, generator, generator.tokenizer, pixels
         self.is_encoder_decoder, config = generator.target.is_encoder_decoder, generator.target.config
-        known = (generator.target.max_positions, getattr(config, "max_position_embeddings", None), context)
-        self.context = min((number for number in known if number), default=4096)
+        lengths = (generator.target.max_positions, getattr(config, "max_position_embeddings", None), context)
+        self.context = min((number for number in lengths if number), default=4096)
         if context is not None and context > self.context:
             LOG.warning("`context` %d of the model %r is more than it has: %d tokens", context, name, self.context)
         self.chats = has_template(self.tokenizer, self.generator.processor)
@@ -230,7 +230,7 @@ class TextModel:
         if request.constraints:
             encode = partial(self.tokenizer.encode, add_special_tokens=False)
             options["force_words_ids"] = [
-                encode(phrase) if isinstance(phrase, str) else [encode(one) for one in phrase]
+                encode(phrase) if isinstance(phrase, str) else [encode(text) for text in phrase]
                 for phrase in request.constraints
             ]
         if request.top is not None:
@@ -301,8 +301,8 @@ class TextModel:
     @property
     def _template(self) -> str:
         """The chat template for messages with tools; empty without one."""
-        if own := getattr(self.generator.processor, "chat_template", None):
-            return str(own)
+        if template := getattr(self.generator.processor, "chat_template", None):
+            return str(template)
         return str(self.tokenizer.get_chat_template(tools=[{}])) if self.chats else ""
 
     @cached_property
@@ -362,7 +362,7 @@ class _Row:
             yield self._delta(group, None if self._pending else delta.finish)
 
     def _delta(self, group: Sequence[tuple[Step, bool]], finish: str | None) -> TextDelta:
-        runs = [(list(run), drafted) for drafted, run in groupby(group, lambda one: self._drafted and one[1])]
+        runs = [(list(run), drafted) for drafted, run in groupby(group, lambda pair: self._drafted and pair[1])]
         spans = []
         for place, (run, drafted) in enumerate(runs, 1):
             ids = [step.token for step, _ in run]

@@ -62,7 +62,7 @@ class ThinkingReader:
             places = [(place, mark) for mark in marks if (place := self._text.find(mark)) >= 0]
             place, mark = min(places, default=(len(self._text), ""))
             if not mark and not last:
-                place -= max(begun(self._text, one) for one in marks)
+                place -= max(begun(self._text, start) for start in marks)
             parts[self.thinks] += self._part(place, is_whole=bool(mark), last=last)
             if not mark:
                 return parts[True], parts[False]

@@ -154,8 +154,8 @@ def call_grammar(form: CallForm, chat: ChatRequest, marks: Mapping[str, int], en
         rules.add("AFTER", r"/[ \n]{1,2}/")  # models write a line's end before their end token
     else:
         others = [str(token) for name, token in marks.items() if token not in ends and name != begin]
-        said = f"TEXT | <[{','.join(others)}]>" if others else "TEXT"
-        rules.add("start", f"({said})* calls?" if form.opening or most == 1 else f"(calls | {said})*")
+        free = f"TEXT | <[{','.join(others)}]>" if others else "TEXT"
+        rules.add("start", f"({free})* calls?" if form.opening or most == 1 else f"(calls | {free})*")
         rules.add("TEXT", r"/(.|\n)+/")
         if begin not in marks:
             rules.add("open[lazy]", f"/(.|\\n)*/ {first}")
@@ -186,7 +186,8 @@ class _Rules:
         """A text, with the tokens of the marks in it; tokenizers of SentencePiece may leave out its first blank."""
         blank = '" "? ' if text.startswith(" ") else ""
         parts = filter(None, self._split.split(text.removeprefix(" ")))
-        return blank + " ".join(f"<[{self._marks[one]}]>" if one in self._marks else json.dumps(one) for one in parts)
+        rules = (f"<[{self._marks[part]}]>" if part in self._marks else json.dumps(part) for part in parts)
+        return blank + " ".join(rules)
 
     def call(self, form: CallForm, head: str, tool: Tool, place: int) -> str:
         """The rule of a call that begins with `head`."""
@@ -224,7 +225,7 @@ def is_text(schema: Any) -> bool:
     if not isinstance(schema, dict):
         return False
     values = schema.get("enum")
-    return schema.get("type") == "string" if values is None else all(isinstance(one, str) for one in values)
+    return schema.get("type") == "string" if values is None else all(isinstance(value, str) for value in values)
 
 
 class MarkedTokenizer:

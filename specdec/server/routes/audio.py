@@ -66,39 +66,39 @@ class Transcribing(Translation):
 
 @router.post("/v1/audio/transcriptions")
 async def transcriptions(
-    request: Request, asked: Annotated[Transcribing, Form(media_type=RecordingRoute.media)]
+    request: Request, fields: Annotated[Transcribing, Form(media_type=RecordingRoute.media)]
 ) -> Response:
     """Transcribes a recording."""
-    granularities = asked.timestamp_granularities
-    if asked.stream and asked.response_format != "json":
+    granularities = fields.timestamp_granularities
+    if fields.stream and fields.response_format != "json":
         raise ApiError(400, "`stream` returns plain text: it needs `response_format` json", param="response_format")
-    if granularities and asked.response_format != "verbose_json":
+    if granularities and fields.response_format != "verbose_json":
         raise ApiError(400, "`timestamp_granularities[]` needs `response_format` verbose_json", param="response_format")
-    if asked.stream:
-        return await EventStream.begin(request, _events(_heard(request, asked)))
-    return await _answer(request, asked, segments="word" not in granularities or "segment" in granularities)
+    if fields.stream:
+        return await EventStream.begin(request, _events(_heard(request, fields)))
+    return await _answer(request, fields, segments="word" not in granularities or "segment" in granularities)
 
 
 @router.post("/v1/audio/translations")
 async def translations(
-    request: Request, asked: Annotated[Translation, Form(media_type=RecordingRoute.media)]
+    request: Request, fields: Annotated[Translation, Form(media_type=RecordingRoute.media)]
 ) -> Response:
     """Translates a recording into English."""
-    return await _answer(request, asked, segments=True)
+    return await _answer(request, fields, segments=True)
 
 
-def _heard(request: Request, asked: Translation) -> AsyncGenerator[str | Transcription, None]:
+def _heard(request: Request, fields: Translation) -> AsyncGenerator[str | Transcription, None]:
     """The text window by window, then the `Transcription`; the file is read once the request has its turn."""
     state, began = state_of(request), time.monotonic()
-    host, metrics = state.host(asked.model, "speech"), state.metrics
+    host, metrics = state.host(fields.model, "speech"), state.metrics
     model = host.model
     assert isinstance(model, SpeechModel)
 
     def hear(cancel: Cancel) -> Generator[str | Transcription]:
         metrics.queued.labels(model.name).observe(time.monotonic() - began)
-        with asked.file.file as file:
+        with fields.file.file as file:
             content = file.read()
-        with closing(model.hear(content, asked.prompt, asked.options, cancel)) as items:
+        with closing(model.hear(content, fields.prompt, fields.options, cancel)) as items:
             for item in items:
                 host.beat()
                 if isinstance(item, Transcription):
@@ -140,34 +140,34 @@ def _size(item: str | Transcription) -> int:
     return len(item.encode()) if isinstance(item, str) else 0
 
 
-def _usage(found: Transcription) -> dict[str, Any]:
-    return {"type": "duration", "seconds": math.ceil(found.duration)}
+def _usage(transcription: Transcription) -> dict[str, Any]:
+    return {"type": "duration", "seconds": math.ceil(transcription.duration)}
 
 
-async def _answer(request: Request, asked: Translation, *, segments: bool) -> Response:
-    found, form = await watched(request, _whole(_heard(request, asked))), asked.response_format
-    text = found["text"].strip()
+async def _answer(request: Request, fields: Translation, *, segments: bool) -> Response:
+    transcription, form = await watched(request, _whole(_heard(request, fields))), fields.response_format
+    text = transcription["text"].strip()
     if form == "json":
-        return JSONResponse({"text": text, "usage": _usage(found)})
+        return JSONResponse({"text": text, "usage": _usage(transcription)})
     if form == "text":
         return PlainTextResponse(text + "\n")
     if form in ("srt", "vtt"):
-        return PlainTextResponse((srt if form == "srt" else vtt)(found.cues))
+        return PlainTextResponse((srt if form == "srt" else vtt)(transcription.cues))
     body: dict[str, Any] = {
-        "task": asked.options["task"],
-        "language": found.language,
-        "duration": round(found.duration, 3),
+        "task": fields.options["task"],
+        "language": transcription.language,
+        "duration": round(transcription.duration, 3),
         "text": text,
-        "usage": _usage(found),
+        "usage": _usage(transcription),
     }
-    if asked.options["return_timestamps"] == "word":
-        spans = [(chunk["text"].strip(), *chunk["timestamp"]) for chunk in found["chunks"]]
+    if fields.options["return_timestamps"] == "word":
+        spans = [(chunk["text"].strip(), *chunk["timestamp"]) for chunk in transcription["chunks"]]
         body["words"] = [
             {"word": word, "start": start or 0.0, "end": (start or 0.0) if end is None else end}
             for word, start, end in spans
         ]
     if segments:  # between timestamps; OpenAI's scores of segments are null
-        tokenizer = state_of(request).host(asked.model, "speech").model.generator.tokenizer
+        tokenizer = state_of(request).host(fields.model, "speech").model.generator.tokenizer
         unknown = dict.fromkeys(("avg_logprob", "compression_ratio", "no_speech_prob", "temperature"))
         body["segments"] = [
             {
@@ -179,6 +179,6 @@ async def _answer(request: Request, asked: Translation, *, segments: bool) -> Re
                 "tokens": segment.tokens,
                 **unknown,
             }
-            for number, segment in enumerate(chain.from_iterable(found.segments))
+            for number, segment in enumerate(chain.from_iterable(transcription.segments))
         ]
     return JSONResponse(body)

@@ -84,10 +84,10 @@ async def models(request: Request) -> dict[str, Any]:
 async def model(request: Request, name: str) -> dict[str, Any]:
     """One model."""
     state = state_of(request)
-    found = state.hosts.get(name)
-    if found is None:
+    host = state.hosts.get(name)
+    if host is None:
         raise ApiError(404, f"there is no model {name[:128]!r} here", param="model", code="model_not_found")
-    return _card(found, state)
+    return _card(host, state)
 
 
 @router.get("/v1/load")
@@ -97,34 +97,34 @@ async def load(request: Request) -> dict[str, Any]:
 
 
 @router.post("/tokenize")
-async def tokenize(request: Request, asked: TokenizeRequest) -> dict[str, Any]:
+async def tokenize(request: Request, body: TokenizeRequest) -> dict[str, Any]:
     """The token ids of a text or a conversation."""
     limits = state_of(request).settings.limits
-    check_messages(asked.messages or (), limits)
-    check_length(len(asked.prompt or ""), "prompt", limits)
+    check_messages(body.messages or (), limits)
+    check_length(len(body.prompt or ""), "prompt", limits)
 
     def ids(model: TextModel) -> dict[str, Any]:
-        if asked.messages is not None:
-            found = ids_in(model.read(asked.messages, add_generation_prompt=asked.add_generation_prompt))
+        if body.messages is not None:
+            tokens = ids_in(model.read(body.messages, add_generation_prompt=body.add_generation_prompt))
         else:
-            how = {"add_special_tokens": asked.add_special_tokens, "verbose": False}
-            found = list(model.tokenizer(asked.prompt, **how)["input_ids"])
-        return {"tokens": found, "count": len(found), "max_model_len": model.context}
+            how = {"add_special_tokens": body.add_special_tokens, "verbose": False}
+            tokens = list(model.tokenizer(body.prompt, **how)["input_ids"])
+        return {"tokens": tokens, "count": len(tokens), "max_model_len": model.context}
 
-    return await _in_helper(request, asked.model, ids)
+    return await _in_helper(request, body.model, ids)
 
 
 @router.post("/detokenize")
-async def detokenize(request: Request, asked: DetokenizeRequest) -> dict[str, str]:
+async def detokenize(request: Request, body: DetokenizeRequest) -> dict[str, str]:
     """The text of token ids."""
 
     def text(model: TextModel) -> dict[str, str]:
         width = max(len(model.tokenizer), model.generator.target.vocab_size)
-        if any(token >= width for token in asked.tokens):
+        if any(token >= width for token in body.tokens):
             raise ApiError(400, f"`tokens` must be below {width}, which the model knows", param="tokens")
-        return {"prompt": str(model.tokenizer.decode(asked.tokens))}
+        return {"prompt": str(model.tokenizer.decode(body.tokens))}
 
-    return await _in_helper(request, asked.model, text)
+    return await _in_helper(request, body.model, text)
 
 
 @router.get("/openapi.json", include_in_schema=False)

@@ -31,29 +31,29 @@ router = APIRouter(route_class=GuardedRoute, tags=["text"])
 
 
 @router.post("/v1/completions")
-async def completions(request: Request, asked: CompletionRequest) -> Response:
+async def completions(request: Request, body: CompletionRequest) -> Response:
     """Continues one text or several."""
     limits = state_of(request).settings.limits
-    if len(asked.prompts) > limits.prompts:
+    if len(body.prompts) > limits.prompts:
         raise above_limit(f"`prompt` may be {limits.prompts} texts", "prompt")
-    check_length(max(map(len, asked.prompts)) + len(asked.suffix or ""), "prompt", limits)
-    return await _answer(request, asked, asked.prompts)
+    check_length(max(map(len, body.prompts)) + len(body.suffix or ""), "prompt", limits)
+    return await _answer(request, body, body.prompts)
 
 
 @router.post("/infill")
-async def infill(request: Request, asked: InfillRequest) -> dict[str, Any]:
+async def infill(request: Request, body: InfillRequest) -> dict[str, Any]:
     """llama.cpp's: the text between a prefix and a suffix."""
     limits = state_of(request).settings.limits
-    before, after, files = asked.gap
+    before, after, files = body.gap
     check_length(len(before) + len(after) + sum(len(text) for _, text in files), "prompt", limits)
-    check_limits(asked, limits)
-    body = await watched(request, TextRequest(request, asked, asked.prompts).whole())
-    choice, usage = body["choices"][0], body["usage"]
+    check_limits(body, limits)
+    answer = await watched(request, TextRequest(request, body, body.prompts).whole())
+    choice, usage = answer["choices"][0], answer["usage"]
     return {
         "content": choice["text"],
         "stop": True,
         "stop_type": "limit" if choice["finish_reason"] == "length" else "eos",
-        "model": body["model"],
+        "model": answer["model"],
         "tokens_predicted": usage["completion_tokens"],
         "tokens_evaluated": usage["prompt_tokens"],
         "tokens_cached": usage["prompt_tokens_details"]["cached_tokens"],
@@ -61,54 +61,54 @@ async def infill(request: Request, asked: InfillRequest) -> dict[str, Any]:
 
 
 @router.post("/v1/chat/completions")
-async def chat_completions(request: Request, asked: ChatRequest) -> Response:
+async def chat_completions(request: Request, body: ChatRequest) -> Response:
     """Answers a conversation."""
     limits = state_of(request).settings.limits
-    check_messages(asked.messages, limits)
-    check_length(len(json.dumps([tool.plain for tool in asked.offered])), "tools", limits)
-    return await _answer(request, asked, [None])
+    check_messages(body.messages, limits)
+    check_length(len(json.dumps([tool.plain for tool in body.offered])), "tools", limits)
+    return await _answer(request, body, [None])
 
 
 @router.post("/v1/responses")
-async def responses(request: Request, asked: ResponsesRequest) -> Response:
+async def responses(request: Request, body: ResponsesRequest) -> Response:
     """Answers a conversation, in OpenAI's newer form."""
     state = state_of(request)
-    whole = asked.after(state.conversations.find(client_of(request), asked.previous_response_id))
+    whole = body.after(state.conversations.find(client_of(request), body.previous_response_id))
     return await chat_completions(request, whole)
 
 
-async def _answer(request: Request, asked: Generate, prompts: Sequence[str | list[int] | None]) -> Response:
+async def _answer(request: Request, body: Generate, prompts: Sequence[str | list[int] | None]) -> Response:
     state = state_of(request)
-    check_limits(asked, state.settings.limits)
-    if not state.settings.details and (asked.return_metrics or asked.return_drafted):
+    check_limits(body, state.settings.limits)
+    if not state.settings.details and (body.return_metrics or body.return_drafted):
         message = "`return_metrics` and `return_drafted` are not answered by this server: leave them out"
-        raise ApiError(400, message, param="return_metrics" if asked.return_metrics else "return_drafted")
-    made = TextRequest(request, asked, prompts)
-    if not asked.stream:
-        return JSONResponse(await watched(request, made.whole()))
-    return await EventStream.begin(request, made.events())
+        raise ApiError(400, message, param="return_metrics" if body.return_metrics else "return_drafted")
+    text_request = TextRequest(request, body, prompts)
+    if not body.stream:
+        return JSONResponse(await watched(request, text_request.whole()))
+    return await EventStream.begin(request, text_request.events())
 
 
 class TextRequest:
     """A request for text; `prompts` has one entry per prompt, None for a conversation."""
 
-    def __init__(self, request: Request, asked: Generate, prompts: Sequence[str | list[int] | None]) -> None:
+    def __init__(self, request: Request, body: Generate, prompts: Sequence[str | list[int] | None]) -> None:
         state, client = state_of(request), client_of(request)
-        self._host = state.host(asked.model, "text")
-        model, self._asked, self._limits = self._host.model, asked, state.settings.limits
+        self._host = state.host(body.model, "text")
+        model, self._body, self._limits = self._host.model, body, state.settings.limits
         assert isinstance(model, TextModel)
         self._model = model
         self._metrics, self._began = state.metrics, time.monotonic()
         self._turn = partial(self._host.turns.turn, client)
-        chunk = state.settings.stream_chunk if asked.stream else None
-        self._prompts = [PromptRequest(asked, one, client, chunk, self._limits.new_tokens) for one in prompts]
-        how: dict[str, Any] = {"calls": model.calls(asked), "thinking": model.thinking(asked)}
+        chunk = state.settings.stream_chunk if body.stream else None
+        self._prompts = [PromptRequest(body, content, client, chunk, self._limits.new_tokens) for content in prompts]
+        how: dict[str, Any] = {"calls": model.calls(body), "thinking": model.thinking(body)}
         how["details"] = state.settings.details
-        if isinstance(asked, ResponsesRequest):
-            keep = partial(state.conversations.keep, client, asked)
-            self._answer: Answer = ResponseAnswer(asked, model.name, done=keep, **how)
+        if isinstance(body, ResponsesRequest):
+            keep = partial(state.conversations.keep, client, body)
+            self._answer: Answer = ResponseAnswer(body, model.name, done=keep, **how)
         else:
-            self._answer = Answer(asked, model.name, len(prompts), **how)
+            self._answer = Answer(body, model.name, len(prompts), **how)
 
     async def whole(self) -> dict[str, Any]:
         async with aclosing(self.events()) as events:
@@ -134,7 +134,7 @@ class TextRequest:
 
         A thread prepares the request; from then on, the engine's thread tells the event loop what is new.
         """
-        observed = _Observed(self._host, self._metrics, self._began, streamed=self._asked.stream)
+        observed = _Observed(self._host, self._metrics, self._began, streamed=self._body.stream)
         news, loop = asyncio.Event(), asyncio.get_running_loop()
         with closing(self._model.run(prompt, partial(loop.call_soon_threadsafe, news.set))) as updates:
             update = await step(self._host.pool, updates, Cancel())
@@ -147,7 +147,7 @@ class TextRequest:
                     observed.update(update)
                     if isinstance(update, Started):
                         yield b""
-                    elif isinstance(update, Stats) or not self._asked.stream:
+                    elif isinstance(update, Stats) or not self._body.stream:
                         pass
                     elif update.text or update.finish or update.scores:
                         yield self._answer.event(self._answer.chunk(at, update))
@@ -161,7 +161,8 @@ class _Observed:
         self._host, self._metrics, self._model = host, metrics, host.model.name
         self._began, self._streamed = began, streamed
         self._new_tokens = metrics.new_tokens.labels(self._model)
-        self._first_token, self._between = (one.labels(self._model) for one in (metrics.first_token, metrics.between))
+        self._first_token = metrics.first_token.labels(self._model)
+        self._between = metrics.between.labels(self._model)
         self._last: float | None = None
         metrics.queued.labels(self._model).observe(time.monotonic() - began)
 
