@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".pq": "parquet", ".txt": "text"}
 """Suffix -> kind of input."""
 _BLOCK = 2**20  # bytes hashed at a time
-_ROWS = 1024  # of Parquet, read at a time
+_ROWS = 1024  # Parquet's rows that are read at a time
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from specdec.pipelines import Summarizer, Transcriber
 from specdec.pipelines.summaries.summarize import TASK
 
 _NEW_TOKENS = 128  # the default limit of summaries
-_KV_SHARE = 0.5  # of free memory
+_KV_SHARE = 0.5  # share of the free memory
 Fields = Mapping[str, Any]
 INPUTS = {"generate": "prompt", "chat": "messages", "summarize": "text", "transcribe": "audio", "openai": "body"}
 """Task -> the field that it reads of a row by default."""
@@ -166,7 +166,7 @@ def read_field(fields: Fields, name: str, *kinds: type) -> Any:
 
 
 def row_options(spec: BatchSpec, fields: Fields, seed: int) -> dict[str, Any]:
-    """The options of a row's call: those of its field `options`, if an object, override those of all rows."""
+    """A row's field `options`, if an object, overrides the options of the run."""
     options = fields.get("options")
     overrides = options if isinstance(options, Mapping) else {}
     return {"seed": seed, **spec.options, **{name: value for name, value in overrides.items() if value is not None}}

@@ -67,7 +67,7 @@ class Worker:
             self._unexpected = 0
         except EngineError:
             raise
-        except Exception as error:  # of this row alone
+        except Exception as error:  # this row alone fails
             self._count(error)
             result = self._task.failure(row.fields, error, seed)
         line = result if self._spec.task == "openai" else {**row.fields, **result}

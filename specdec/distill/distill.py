@@ -34,8 +34,8 @@ from specdec.options.fields import check_whole, is_number
 
 STATE = "training"  # the folder beside the draft from which its training resumes
 _VOCABULARY = 8192  # tokens of a draft's vocabulary, by default
-_WRITING_SHARE = 0.25  # of the time, about and at most, that the target spends on continuing prompts
-_DECAY_FROM = 0.4  # of the training
+_WRITING_SHARE = 0.25  # the target continues prompts for about this share of the time at most
+_DECAY_FROM = 0.4  # share of the training after which learning rates decay
 _RATES = (0.006, 0.001)  # learning rates of Muon (lower for targets wider than `_WIDTH`) and AdamW
 _WIDTH = 576
 _SAVE_EVERY = 120.0  # seconds

@@ -20,7 +20,7 @@ _SPACING = 3  # tokens from one chain of guesses to the next in training
 
 
 class Student:
-    """An EAGLE-3 head, trained over several steps in which it reads its own output (arXiv 2503.01840, section 3).
+    """An EAGLE-3 head, trained over several steps in which it reads what it wrote (arXiv 2503.01840, section 3).
 
     `stage` holds its weights, `teacher` makes its labels. Token j of a text guesses token j + 1. The first step learns
     at every token, the others at every third, which is cheaper and hardly worse.
@@ -71,7 +71,7 @@ class Student:
         every, cache = torch.arange(count, device=ids.device), DynamicCache()
         for step in range(STEPS):
             at = starts + step if step else every
-            # A chain sees the first step's keys up to its start, and its own keys of further steps.
+            # A chain sees the first step's keys up to its start, and the keys that it wrote in further steps.
             text, own_keys = every <= (at - step)[:, None], torch.eye(len(at), dtype=torch.bool, device=ids.device)
             mask = torch.cat([text, *[own_keys] * step], dim=1)[None, None]
             masks = dict.fromkeys((kind.name for kind in stage.kinds), mask)

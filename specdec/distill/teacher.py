@@ -14,7 +14,7 @@ from torch import Tensor
 from specdec.models import LanguageModel
 
 _LIKELIEST = 32  # tokens that are learned of a distribution
-CACHE_GIB = 4.0  # of disk
+CACHE_GIB = 4.0  # space on disk
 
 
 @dataclass(frozen=True)

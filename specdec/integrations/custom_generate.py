@@ -71,7 +71,7 @@ def custom_generate(
 
 
 class CustomGenerate:
-    """A decoding method; `stats` are those of the last finished call."""
+    """A decoding method; `stats` tell of the last finished call."""
 
     def __init__(self, draft: Any, options: Mapping[str, Any]) -> None:
         self._draft, self._options = draft, dict(options)
@@ -133,7 +133,7 @@ class CustomGenerate:
         assert out.sequences is not None
         self.stats = out.stats
         if out.logits is not None:
-            for detector in detectors:  # of silence, in whole batches
+            for detector in detectors:  # they look for silence in whole batches
                 first = out.logits[0]
                 detector(input_ids, first.log_softmax(-1) if detector.is_scores_logprobs else first)
         out.logits = out.logits if wants_logits else None
@@ -180,7 +180,7 @@ def _first(value: Any, copies: int) -> Any:
     """Every `copies`-th row: the first of each prompt."""
     if isinstance(value, Tensor) and value.dim():
         return value[::copies]
-    if isinstance(value, ModelOutput):  # of the encoder: its tensors are repeated
+    if isinstance(value, ModelOutput):  # the encoder's, whose tensors are repeated
         return type(value)(**{name: _first(part, copies) for name, part in value.items()})
     return value
 

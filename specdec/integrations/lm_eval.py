@@ -2,8 +2,8 @@
 
     python -m specdec.integrations.lm_eval run --model specdec --model_args pretrained=TARGET,draft=DRAFT --tasks gsm8k
 
-Beside `draft`, `model_args` are those of the harness' own `hf` model and the options of `specdec.custom_generate`.
-Log-likelihoods are those of `hf`.
+`model_args` are `draft`, the arguments of the harness' `hf` model and the options of `specdec.custom_generate`.
+The `hf` model computes log-likelihoods.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _LOADING = ("backend", "exactness")
 class SpecdecLM(HFLM):  # type: ignore[misc]
     """The harness' `hf` model, decoding with a draft.
 
-    `pretrained`, `draft`: models, ids, folders or zoo:NAME; `options`: those of `specdec.custom_generate` and of `hf`.
+    `pretrained`, `draft`: models, ids, folders or zoo:NAME; `options`: of `specdec.custom_generate` and `hf`.
     `runs`: the statistics of every decoded batch.
     """
 

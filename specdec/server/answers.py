@@ -44,16 +44,16 @@ class Answer:
         self._stream_options = request.stream_options or StreamOptions()
         self._id = secrets.token_hex(12) if id is None else id
         self._created = int(time.time()) if created is None else created
-        # one for each thread that decodes, with all keys: `usage` reads those of other threads
+        # Each thread that decodes has a counter with all keys, which `usage` reads from other threads.
         self._counts = [Counter[str](prompt=0, new=0, cached=0) for _ in range(prompts)]
         self._stats: list[Stats] = []
-        self._deltas: list[list[TextDelta]] = [[] for _ in range(prompts * request.n)]  # of each choice
+        self._deltas: list[list[TextDelta]] = [[] for _ in range(prompts * request.n)]  # a list for each choice
         self._readers: list[CallReader] = []
         if calls:
             assert isinstance(request, ChatRequest)
             must, most = request.must_call, request.most_calls
             self._readers = [CallReader(calls, request.callable, must=must, most=most) for _ in self._deltas]
-        self._thinking, self._thoughts = thinking, list[ThinkingReader]()  # of each choice
+        self._thinking, self._thoughts = thinking, list[ThinkingReader]()  # one for each choice
         self._thought_tokens = 0
         self._sent: set[int] = set()  # choices that have a chunk
         self._scored = Counter[int]()  # characters of each choice with logprobs
@@ -193,7 +193,7 @@ def _spelled(spelling: Spelling) -> dict[str, Any]:
 
 
 def _by_text(top: Sequence[tuple[int, Spelling, float]]) -> dict[str, float]:
-    """Log-probabilities by the tokens' texts; of tokens with the same text the less likely ones by their ids."""
+    """Log-probabilities by the tokens' texts; where two tokens have one text, the less likely one by its id."""
     scores: dict[str, float] = {}
     for token, spelling, value in top:
         scores.setdefault(spelling.text if spelling.text not in scores else f"token_id:{token}", value)

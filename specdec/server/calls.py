@@ -15,7 +15,7 @@ _Arguments = tuple[str, int | None]  # as far as they are written, and where the
 
 
 class _Pattern:
-    """How a form is read: white space may differ, and names are those of `tools`.
+    """How a form is read: white space may differ, and `tools` has the names.
 
     A `loose` form begins at the beginning of a line, and is a call once its arguments are complete.
     """

@@ -1,4 +1,4 @@
-"""Errors as clients receive them, in OpenAI's format; those of pydantic become one sentence about one field."""
+"""Errors as clients receive them, in OpenAI's format; pydantic's errors become one sentence about one field."""
 
 from __future__ import annotations
 
@@ -97,10 +97,10 @@ def as_api_error(error: BaseException) -> ApiError:
     """The response to any error."""
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, HTTPException):  # of the router
+    if isinstance(error, HTTPException):  # the router raises it
         message = _MESSAGES.get(error.status_code, str(error.detail))
         return ApiError(error.status_code, message, headers=dict(error.headers or {}))
-    if isinstance(error, CancelledError):  # by none of its client
+    if isinstance(error, CancelledError):  # the server cancelled it
         return unavailable("the server ended this request: try again")
     if isinstance(error, OptionError):
         message = str(error)

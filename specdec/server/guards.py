@@ -1,6 +1,6 @@
 """Checks of every request: API key, host, origin, sizes; and its line in the log.
 
-The route itself checks the key, before it reads the body: a route that is no `PublicRoute` is closed.
+Every route except a `PublicRoute` requires a key, and checks it before it reads the body.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from specdec.server.state import ERROR, LOG, State, client_of, sender_of, state_
 
 _ID = re.compile(r"[\w.-]{1,64}")
 _LOCAL = {"localhost", "127.0.0.1", "[::1]", "::1"}
-_FORM_BYTES = 2**16  # of a form without its file
-_DIGITS = 20  # of a Content-Length
+_FORM_BYTES = 2**16  # a form without its file has so many at most
+_DIGITS = 20  # a Content-Length has so many at most
 _WAYS = {
     "application/json": "send JSON in UTF-8 and the header `Content-Type: application/json`",
     "multipart/form-data": "send a form with the recording as `file`, as `curl -F file=@talk.wav` does",

@@ -14,7 +14,7 @@ from specdec.server.errors import ApiError, FieldError
 from specdec.server.messages import Message, Name, Text, Tool
 from specdec.server.protocol import ChatRequest, Count
 
-_MOST, _CHARACTERS = 256, 2**24  # of conversations that are kept
+_MOST, _CHARACTERS = 256, 2**24  # so many conversations are kept at most, with so many characters together
 _ECHOED = ("instructions", "max_output_tokens", "metadata", "previous_response_id", "store", "temperature", "top_p")
 _TEXT = {"message": "output_text", "reasoning": "reasoning_text"}  # an item -> the type of its part
 _NEW: dict[str, dict[str, Any]] = {"message": {"role": "assistant"}, "reasoning": {"summary": []}}
@@ -40,7 +40,7 @@ def _message(item: Any) -> Any:
 
 
 def _parts(content: Any) -> Any:
-    """The parts of an item's content as those of a chat."""
+    """An item's parts as a chat has them."""
     if not isinstance(content, list):
         return content
     parts = []

@@ -82,10 +82,10 @@ class Keys:
             elif not (key.isascii() and key.isprintable()):
                 faults.append(f"the key in line {number} has characters that no header carries: write it in ASCII")
             elif match and _NUMBERED.fullmatch(name):
-                faults.append(f"the name in line {number} is that of a key without one in another line: choose another")
+                faults.append(f"the name in line {number} is one that keys without a name get: choose another")
             elif owner != name:
                 faults.append(
-                    f"the key in line {number} is that of {owner!r}, too: write another, or leave the line out"
+                    f"the key in line {number} is a key of {owner!r}, too: write another, or leave the line out"
                 )
             else:
                 names[_digest(key)] = name

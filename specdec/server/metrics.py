@@ -1,4 +1,4 @@
-"""Metrics for Prometheus, and spans of requests for OpenTelemetry by its own instrumentation of FastAPI."""
+"""Metrics for Prometheus, and spans of requests for OpenTelemetry, by OpenTelemetry's instrumentation of FastAPI."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Metrics:
         self.audio_seconds = counter("audio_seconds", "Seconds of sound that were transcribed.", "model")
         since = "Seconds from a request's arrival to its"
         self.first_token = timer("time_to_first_token_seconds", f"{since} first text.", "model")
-        between = "Seconds between tokens; those of a pass share its time."
+        between = "Seconds between tokens; the tokens of a pass share its time."
         self.between = timer("inter_token_latency_seconds", between, "model")
         self.whole = timer("e2e_request_latency_seconds", f"{since} last text.", "model")
         self.queued = timer("request_queue_time_seconds", f"{since} turn.", "model")

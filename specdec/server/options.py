@@ -116,7 +116,7 @@ def _token_id(text: str) -> int:
 def scoring(generator: SpecGenerator, ids: Sequence[int], top: int, salt: str | None) -> Job:
     """A job whose steps lead from the first of `ids` to the last, each with the target's `top` most likely tokens.
 
-    The prompt is decoded again, with all other tokens masked out; it is its own draft, so a pass scores many tokens.
+    The prompt is decoded again, with all other tokens masked out, and is the draft too: a pass scores many tokens.
     """
 
     def only(text: Tensor, logits: Tensor) -> Tensor:

@@ -21,8 +21,8 @@ from specdec.server.messages import Message, Name, Sent, Text, TextParts, Tool, 
 LOG = logging.getLogger("specdec.server")
 _FORMS = ("json", "regex", "grammar", "choice")
 LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
-_ENTRIES = 1024  # of an object with any names
-_MOST_CALLS = 16  # of one answer
+_ENTRIES = 1024  # an object with any names has so many at most
+_MOST_CALLS = 16  # one answer has so many at most
 _LONGEST_PHRASE, _LONGEST_GRAMMAR = 256, 65_536
 
 
@@ -80,7 +80,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 HINTS = (
     *("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "store", "metadata", "service_tier"),
     *("reasoning_effort", "verbosity", "truncation", "include"),
-    # of llama.cpp
+    # llama.cpp's
     *("cache_prompt", "id_slot", "n_keep", "n_cache_reuse", "n_indent", "samplers", "t_max_prompt_ms"),
     *("t_max_predict_ms", "timings_per_token", "return_progress", "return_tokens", "response_fields"),
 )

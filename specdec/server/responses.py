@@ -66,7 +66,7 @@ class EventStream(StreamingResponse):
         error: ApiError | None = None
         try:
             await watched(Request(scope, receive), self._produce(send))
-        except OSError:  # of a send: the client has left
+        except OSError:  # a send failed: the client has left
             pass
         except Exception as failure:
             error = reported(failure)

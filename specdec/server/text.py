@@ -210,7 +210,7 @@ class TextModel:
         return text, scores
 
     def _options(self, prompt: PromptRequest, ids: list[int], tokenizer: Any) -> dict[str, Any]:
-        """The options of the call; stop texts are those of the texts that `tokenizer` decodes."""
+        """The options of the call; stop texts are looked for in what `tokenizer` decodes."""
         request = prompt.request
         begin = 1 if self.is_encoder_decoder else len(ids)
         options = call_options(request, self._drawing, self.generator.draft, num_beams=self._beams)

@@ -123,8 +123,8 @@ WRONG_KEYS = {
     f"{ALICE}a-key-of\tenough-letters": "line 3 has a key with a space",
     f"{ALICE}bob a-key-of-enough-letters": "line 3 has a key with a space",  # it was one key, without its colon
     f"{ALICE}bob: a key of enough letters": "line 3 has a key with a space",
-    f"{ALICE}bob: a-good-key-of-letters": "line 3 is that of 'alice', too",
-    f"{ALICE}a-good-key-of-letters": "line 3 is that of 'alice', too",
+    f"{ALICE}bob: a-good-key-of-letters": "line 3 is a key of 'alice', too",
+    f"{ALICE}a-good-key-of-letters": "line 3 is a key of 'alice', too",
     f"{ALICE}key-1: another-key-of-letters": "line 3 .*choose another",
     "": "has no key in it",
     "# nothing\n": "has no key in it",

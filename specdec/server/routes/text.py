@@ -130,7 +130,7 @@ class TextRequest:
             yield self._answer.event(last)
 
     async def _decoded(self, prompt: PromptRequest, at: int) -> AsyncGenerator[bytes, None]:
-        """Decodes one prompt: an empty event once the request is valid, then those of a stream.
+        """Decodes one prompt: an empty event once the request is valid, then the events of a stream.
 
         A thread prepares the request; from then on, the engine's thread tells the event loop what is new.
         """
