@@ -117,17 +117,18 @@ def test_one_call_where_one_is_wanted(written: str) -> None:
         assert read(QWEN, f"Sure.\n{written}", size, most=1) == ("Sure.", [("get_weather", ARGUMENTS)], True)
 
 
-def test_what_begins_like_a_call_is_text() -> None:
-    for text in (
-        "x <",
-        "x <tool",
-        '{"name": "gem',
-        "```json\n{}\n```",
-        '{"name": "get", "arguments": 3}',
-        "a [b] `c`\n",
-    ):
-        for size in (1, 100):
-            assert read(QWEN, text, size) == (text, [], False)
+@pytest.mark.parametrize("template", WRITTEN)
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("plain {text} <tool", " \n", "x <", '{"name": "gem', "```json\n{}\n```", '{"name": "get", "arguments": 3}'),
+        *('{"a": 1}', '<tool_call>\n{"name": "x"', '{"name": "x", "parameters": {}}', "a [b] `c`\n", ""),
+    ],
+)
+def test_what_is_no_call_stays_text(template: str, text: str) -> None:
+    """As written, spaces too: other JSON, half a call, a function that nobody offered."""
+    for size in (1, 100):
+        assert read(template, text, size) == (text, [], False)
 
 
 @pytest.mark.parametrize("template", WRITTEN)

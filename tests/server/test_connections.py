@@ -3,25 +3,20 @@
 import asyncio
 import errno
 import json
-import os
-import resource
 import socket
 import time
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
 import pytest
 import uvicorn
 
-from specdec.server import http as server_module
 from tests.server.served import (
-    app,
     events,
     facts_of,
     listening,
-    settings,
     speech_model,
     state_of,
     text_model,
@@ -123,28 +118,6 @@ async def test_connections_have_a_bound() -> None:
         assert (await client.get("/health")).status_code == 200
         for _, writer in held:
             writer.close()
-
-
-@contextmanager
-def descriptors(free: int) -> Iterator[int]:
-    """Leaves the process so many free descriptors; yields the system's limit."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with open(os.devnull, "rb") as lowest:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest.fileno() + free, hard))
-    try:
-        yield hard
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
-def test_the_process_opens_what_files_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 256 descriptors that a shell grants there were few connections, though the system grants many more."""
-    found: list[int] = []
-    monkeypatch.setattr(uvicorn.Server, "run", lambda _: found.append(resource.getrlimit(resource.RLIMIT_NOFILE)[0]))
-    monkeypatch.setattr(server_module, "start_log", lambda _: None)
-    with descriptors(100) as hard:
-        server_module.serve(app(), settings())
-    assert found == [hard]
 
 
 async def test_connections_that_cannot_be_taken_in_are_one_line(caplog: pytest.LogCaptureFixture) -> None:

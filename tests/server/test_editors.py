@@ -160,14 +160,14 @@ def test_fields_of_other_clients() -> None:
 
 
 def test_lengths_are_cut_to_the_context() -> None:
-    """Where `max_tokens` does not fit. (It was a 400 about `messages`.)"""
+    """Where `max_tokens` does not fit, and in a chat without one. (It was a 400 about `messages`.)"""
     model = text_model(draft="none")
     with asking(app(model)) as c:
         text = c.complete(prompt="a" * 500, max_tokens=999_999, ignore_eos=True)
         chat = {"messages": [{"role": "user", "content": "a" * 480}], "max_tokens": 99_999, "ignore_eos": True}
-        answer = c.post(CHATS, json=chat).json()
+        chats = [c.post(CHATS, json=body).json() for body in (chat, {**chat, "max_tokens": None})]
         long = c.complete(prompt="a" * 512, max_tokens=1)["error"]
-    assert text["usage"]["total_tokens"] == answer["usage"]["total_tokens"] == model.context
+    assert {answer["usage"]["total_tokens"] for answer in (text, *chats)} == {model.context}
     assert text["choices"][0]["finish_reason"] == "length"
     assert (long["param"], long["code"]) == ("prompt", "context_length_exceeded")
 

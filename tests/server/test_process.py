@@ -5,9 +5,9 @@ import os
 import random
 import shutil
 import signal
-import statistics
 import subprocess
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,6 @@ from tests.server.served import events
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 PROMPT = "def add(first, second):\n"
 MINUTES = float(os.environ.get("SPECDEC_LOAD_MINUTES", "0.5"))  # of the load test
-_TELLING = 5.0  # minutes from which on the second half tells of growth
 
 
 @pytest.fixture(scope="module")
@@ -113,15 +112,7 @@ def test_sigterm_under_load(tmp_path: Path) -> None:
             httpx.get(f"{process.url}/health")
 
 
-WRONG: list[tuple[int, dict[str, Any]]] = [  # what is answered, and what is wrong with the request
-    (400, {"json": {"model": "code", "prompt": PROMPT, "n": -1}}),
-    (400, {"json": {"model": "code", "prompt": PROMPT, "max_tokens": -1}}),
-    (400, {"json": {"model": "code", "prompt": PROMPT, "tools": [{"type": "function"}]}}),
-    (400, {"json": {"model": "code", "prompt": [10**9]}}),
-    (400, {"content": b"{broken", "headers": {"Content-Type": "application/json"}}),
-    (401, {"json": {"model": "code", "prompt": PROMPT}, "headers": {"Authorization": "Bearer wrong"}}),
-    (404, {"json": {"model": "gpt", "prompt": PROMPT}}),
-]
+WRONG = {"n": -1, "prompt": [10**9], "tools": [{"type": "function"}]}
 
 
 def test_load(server: Process, offline: SpecGenerator) -> None:
@@ -129,63 +120,49 @@ def test_load(server: Process, offline: SpecGenerator) -> None:
 
     `SPECDEC_LOAD_MINUTES` says for how long. Nothing is lost: whoever stays is answered, in full or with a 429.
     """
-    prompts = [PROMPT * (1 + i % 4) + f"    value = {i}\n" for i in range(12)]
     bodies: list[dict[str, Any]] = [
-        {"model": "code", "prompt": prompt, "max_tokens": 12 + i, "seed": i, "temperature": i % 2}
-        for i, prompt in enumerate(prompts)
+        {"model": "code", "prompt": PROMPT * (1 + i % 4) + f"    value = {i}\n", "max_tokens": 12 + i, "seed": i}
+        for i in range(12)
     ]
     texts = [
-        offline.generate(
-            body["prompt"], max_new_tokens=body["max_tokens"], seed=i, do_sample=bool(i % 2), temperature=1.0, top_k=0
-        ).texts[0]
+        offline.generate(body["prompt"], max_new_tokens=body["max_tokens"], seed=i, do_sample=True, top_k=0).texts[0]
         for i, body in enumerate(bodies)
     ]
-    end = time.monotonic() + 60 * MINUTES
-    counts = dict.fromkeys(("text", "stream", "left", "wrong", "busy"), 0)
-    memory: list[tuple[float, float]] = []  # minutes, MiB
+    end, counts, memory = time.monotonic() + 60 * MINUTES, Counter[str](), [server.memory]
 
-    async def one(client: httpx.AsyncClient, number: int) -> None:
+    async def use(client: httpx.AsyncClient, number: int) -> None:
         choose = random.Random(number)
         while time.monotonic() < end:
             i, kind = choose.randrange(12), choose.choice(["text", "text", "stream", "stream", "left", "wrong"])
-            if kind == "wrong":
-                status, asked = choose.choice(WRONG)
-            else:
-                status, asked = 200, {"json": {**bodies[i], "stream": kind != "text"}}
-            async with client.stream("POST", "/v1/completions", **asked) as found:
-                if found.status_code == 429:
-                    kind = "busy"
+            wrong = dict([choose.choice([*WRONG.items()])]) if kind == "wrong" else {}
+            body = {**bodies[i], "stream": kind != "text", **wrong}
+            async with client.stream("POST", "/v1/completions", json=body) as answer:
+                if answer.status_code == 429:
                     await asyncio.sleep(0.1)
+                    continue
+                assert answer.status_code == (400 if wrong else 200)
+                if kind == "left":
+                    await anext(answer.aiter_lines())
                 else:
-                    assert found.status_code == status
-                    if kind == "left":
-                        await anext(found.aiter_lines())
-                    else:
-                        await found.aread()
+                    await answer.aread()
             if kind == "text":
-                assert found.json()["choices"][0]["text"] == texts[i]
+                assert answer.json()["choices"][0]["text"] == texts[i]
             elif kind == "stream":
-                *told, done = events(found.text)
+                *parts, done = events(answer.text)
                 assert done == "[DONE]"
-                assert "".join(event["choices"][0]["text"] for event in told) == texts[i]
+                assert "".join(part["choices"][0]["text"] for part in parts) == texts[i]
             counts[kind] += 1
-
-    async def watch() -> None:
-        while time.monotonic() < end:
-            memory.append((time.monotonic() / 60, server.memory))
-            await asyncio.sleep(0.5)
 
     async def all_of_them() -> None:
         # A connection must not be taken up again while the server, which waits five seconds, hangs up.
         limits = httpx.Limits(max_connections=80, keepalive_expiry=1.0)
         head = {"Authorization": f"Bearer {KEY}"}
         async with httpx.AsyncClient(base_url=server.url, timeout=600, headers=head, limits=limits) as client:
-            await asyncio.gather(watch(), *(one(client, number) for number in range(64)))
+            await asyncio.gather(*(use(client, number) for number in range(64)))
 
     asyncio.run(all_of_them())
     _idle(server)
-    slope = statistics.linear_regression(*zip(*memory[len(memory) // 2 :], strict=True)).slope
-    print(f"\n{counts}, {memory[0][1]:.0f} to {memory[-1][1]:.0f} MiB, {slope:.2f} MiB/min in the second half")
-    assert all(counts[kind] for kind in ("text", "stream", "left", "wrong"))
-    assert memory[-1][1] < memory[0][1] + 400  # buffers, allocators and the threads of 32 requests have their sizes
-    assert slope < 1 or MINUTES < _TELLING
+    memory.append(server.memory)
+    print(f"\n{counts}, {memory[0]:.0f} to {memory[1]:.0f} MiB")
+    assert {*counts} >= {"text", "stream", "left", "wrong"}
+    assert memory[1] < memory[0] + 400  # buffers, allocators and the threads of 32 requests have their sizes

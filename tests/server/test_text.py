@@ -134,16 +134,6 @@ def test_usage_as_it_grows() -> None:
     assert 0 < counts[0] < counts[-1] == 20
 
 
-def test_a_chat_without_a_limit_fills_the_context() -> None:
-    """OpenAI's rule for chats; completions stop after 16 tokens."""
-    with asking(app()) as c:
-        chat = {"messages": [{"role": "user", "content": "hi"}], "ignore_eos": True, "temperature": 0}
-        chat = c.post("/v1/chat/completions", json=chat).json()
-        short = c.complete(prompt="a", ignore_eos=True)
-    assert chat["usage"]["total_tokens"] == model_of("suffix").context
-    assert short["usage"]["completion_tokens"] == 16
-
-
 def test_stop_texts_end_and_are_cut() -> None:
     """Also where a stop is several tokens long, and one token more than the stop may have come with it."""
     model = model_of("none")

@@ -11,7 +11,6 @@ from specdec import SpecGenerator
 from specdec.batch.openai_files import OpenAITask
 from specdec.decoding.processors.grammar import Grammar
 from specdec.options.generate import Form
-from specdec.server.calls import CallReader, whole_calls
 from specdec.server.errors import ApiError
 from specdec.server.messages import Tool
 from specdec.server.protocol import ChatRequest
@@ -85,34 +84,6 @@ def fits(call: Any) -> bool:
     if call["function"]["name"] == "time":
         return bool(given == {})
     return given["city"] in ("Rome", 'a"}b') and given["days"] in range(10) and len(given) == 2
-
-
-@pytest.mark.parametrize("mark", CALLS)
-def test_answers_are_read_back(mark: str) -> None:
-    """Cut anywhere, the text and the calls are the same; arguments come in pieces."""
-    text = CALLS[mark]
-    for size in (1, 2, 7, len(text)):
-        reader = CallReader(forms_of(template(mark), "m"), tools("weather", "time"), must=mark == LLAMA, most=16)
-        pieces = [text[at : at + size] for at in range(0, len(text), size)]
-        found = [reader.read(piece, last=False) for piece in pieces] + [reader.read("", last=True)]
-        calls = whole_calls([delta for _, deltas in found for delta in deltas])
-        assert "".join(said for said, _ in found) == ("" if mark == LLAMA else "Hm.")
-        read = [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
-        assert read == [("weather", '{"a": "}\\"{"}'), ("time", "{}")][: 1 if mark == LLAMA else 2]
-
-
-@pytest.mark.parametrize("mark", CALLS)
-@pytest.mark.parametrize(
-    "text",
-    ["plain {text} <tool", " \n", '{"a": 1}', '<tool_call>\n{"name": "x"', '{"name": "x", "parameters": {}}', ""],
-)
-def test_what_is_no_call_stays_text(mark: str, text: str) -> None:
-    """As written, spaces too: other JSON, half a call, a function that nobody offered."""
-    for size in (1, len(text) or 1):
-        reader = CallReader(forms_of(template(mark), "m"), tools("weather"), must=False, most=16)
-        pieces = [text[at : at + size] for at in range(0, len(text), size)]
-        found = [reader.read(piece, last=False) for piece in pieces] + [reader.read("", last=True)]
-        assert ("".join(said for said, _ in found), [one for _, calls in found for one in calls]) == (text, [])
 
 
 def test_formats_that_are_not_read() -> None:
