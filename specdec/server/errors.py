@@ -81,8 +81,8 @@ _CLIENTS = {
 
 def _first_named(message: str) -> str | None:
     """The first name in back-ticks; None without one."""
-    found = re.search(r"`(\w+)", message)
-    return found[1] if found else None
+    match = re.search(r"`(\w+)", message)
+    return match[1] if match else None
 
 
 def reported(error: Exception) -> ApiError:

@@ -47,7 +47,7 @@ class SpeechModel:
         transcription = yield from self.transcriber.stream(
             content,
             stopping_criteria=[cancelled],
-            progress=lambda done, known: cancel.check(),
+            progress=lambda *_: cancel.check(),
             **{name: value for name, value in options.items() if value is not None},
         )
         yield transcription

@@ -62,9 +62,9 @@ def test_rows_get_the_text_of_a_call_of_their_own(models: list[str], tmp_path: P
     source, out = prompts(tmp_path / "in.jsonl"), tmp_path / "out.jsonl"
     assert batch(source, out, *models, *NEW, *sample, "--at-once", 3) == 0
     generator = SpecGenerator.from_pretrained(models[1])
-    given = {"max_new_tokens": 8, "do_sample": bool(sample)}
+    options = {"max_new_tokens": 8, "do_sample": bool(sample)}
     for number, row in enumerate(read(out)):
-        alone = generator.generate(PROMPTS[number], seed=fold(3, number), **given)
+        alone = generator.generate(PROMPTS[number], seed=fold(3, number), **options)
         assert row == {
             "id": number,
             "prompt": PROMPTS[number],
@@ -89,25 +89,25 @@ def test_errors_stay_in_their_rows(models: list[str], tmp_path: Path, capsys: py
     with source.open("ab") as file:
         file.write(b'{"prompt": "\xff"}\n')
     assert batch(source, out, *models, *NEW) == 1
-    found = read(out)
+    lines = read(out)
     texts = ["not JSON", "must be a JSON object", "no field `prompt`", "must be text or list", "token 70000", "top_q"]
-    for row, text in zip(found, texts, strict=False):
+    for row, text in zip(lines, texts, strict=False):
         assert text in row["error"]
         assert row["output"] is row["finish_reason"] is row["usage"] is None
-    assert found[3]["prompt"] == 5
-    assert found[6]["usage"]["completion_tokens"] == 2
-    assert (found[7]["error"], found[7]["note"], found[7]["options"]) == (None, "\ud800", ["x"])
-    assert (found[7]["score"], found[7]["more"]) == (None, {"at": [1, None]})  # what JSON has no word for
-    assert "UTF-8" in found[8]["error"]
-    assert len(found) == 9
+    assert lines[3]["prompt"] == 5
+    assert lines[6]["usage"]["completion_tokens"] == 2
+    assert (lines[7]["error"], lines[7]["note"], lines[7]["options"]) == (None, "\ud800", ["x"])
+    assert (lines[7]["score"], lines[7]["more"]) == (None, {"at": [1, None]})  # what JSON has no word for
+    assert "UTF-8" in lines[8]["error"]
+    assert len(lines) == 9
     assert sum(failure_of(line) is not None for line in out.read_bytes().splitlines()) == 7
-    told = capsys.readouterr().err.splitlines()
-    assert [line.split(" (")[0] for line in told[:2]] == [
+    errors = capsys.readouterr().err.splitlines()
+    assert [line.split(" (")[0] for line in errors[:2]] == [
         "error: row 1: the line is not JSON in UTF-8: Expecting value: line 1 column 1",
         "error: row 2: the line must be a JSON object, got list",
     ]
-    assert told[2].startswith("error: row 3: the row has no field `prompt`")
-    assert told[3:] == [f"error: 4 more rows, each with its `error` in {out}"]
+    assert errors[2].startswith("error: row 3: the row has no field `prompt`")
+    assert errors[3:] == [f"error: 4 more rows, each with its `error` in {out}"]
     assert batch(source, out, *models, *NEW, "--overwrite", "--task", "chat") == 1
     assert "row 3: the row has no field `messages`" in capsys.readouterr().err
 
@@ -211,12 +211,12 @@ def test_a_full_disk(models: list[str], tmp_path: Path, capsys: pytest.CaptureFi
 
 def test_chats(models: list[str], tmp_path: Path) -> None:
     """Messages go through the chat template, behind --system; a text is a message of a user."""
-    said = [{"role": "user", "content": "hello"}]
-    source = write(tmp_path / "in.jsonl", [{"messages": said}, {"messages": "hello"}, {"messages": 5}])
+    messages_of_row = [{"role": "user", "content": "hello"}]
+    source = write(tmp_path / "in.jsonl", [{"messages": messages_of_row}, {"messages": "hello"}, {"messages": 5}])
     out = tmp_path / "out.jsonl"
     assert batch(source, out, *models, *NEW, "--task", "chat", "--system", "be brief") == 1
     one, other, wrong = read(out)
-    messages = [{"role": "system", "content": "be brief"}, *said]
+    messages = [{"role": "system", "content": "be brief"}, *messages_of_row]
     alone = SpecGenerator.from_pretrained(models[1]).generate(messages=messages, max_new_tokens=8)
     assert one["output"] == other["output"] == alone.texts[0]
     assert one["usage"] == other["usage"]
@@ -228,8 +228,8 @@ def test_summaries_and_several_texts(models: list[str], tmp_path: Path) -> None:
     """Summaries are the pipeline's; where several texts are asked for, output and reason are lists."""
     source = write(tmp_path / "in.jsonl", [{"text": "One. Two. Three."}, {"text": " "}])
     out = tmp_path / "out.jsonl"
-    given = ["--task", "summarize", "--template", "{text} =>", *NEW]
-    assert batch(source, out, *models, *given) == 1
+    flags = ["--task", "summarize", "--template", "{text} =>", *NEW]
+    assert batch(source, out, *models, *flags) == 1
     first, empty = read(out)
     summarizer = Summarizer.from_pretrained(models[1], template="{text} =>")
     assert first["output"] == summarizer.summarize(["One. Two. Three."], max_new_tokens=8).documents[0].texts[0]
@@ -239,8 +239,8 @@ def test_summaries_and_several_texts(models: list[str], tmp_path: Path) -> None:
     assert {(len(row["output"]), len(row["finish_reason"])) for row in read(out)} == {(2, 2)}
     for options, kind in ((["num_beams=2", "num_return_sequences=2"], list), (["num_samples=3"], str)):
         sets = [part for option in options for part in ("--set", option)]
-        given = [*NEW, *(SAMPLE if kind is str else []), *sets, "--overwrite"]
-        assert batch(source, out, *models, *given) == 0
+        flags = [*NEW, *(SAMPLE if kind is str else []), *sets, "--overwrite"]
+        assert batch(source, out, *models, *flags) == 0
         assert {(type(row["output"]), type(row["finish_reason"])) for row in read(out)} == {(kind, kind)}
 
 
@@ -264,8 +264,9 @@ def test_recordings(tmp_path: Path) -> None:
 def test_requests_in_the_form_of_openai(models: list[str], tmp_path: Path) -> None:
     """Each line is a response as OpenAI's batches have it, whatever model it names; nothing depends on the clock."""
     pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
-    said = [{"role": "user", "content": "hello"}]
-    chat, text = {"model": "gpt", "messages": said, "max_tokens": 6, "temperature": 0}, {"prompt": ["ab", "cd"], "n": 2}
+    messages = [{"role": "user", "content": "hello"}]
+    chat = {"model": "gpt", "messages": messages, "max_tokens": 6, "temperature": 0}
+    text = {"prompt": ["ab", "cd"], "n": 2}
     rows = [("/v1/chat/completions", chat), ("/v1/completions", text), ("/v1/completions", {"prompt": "a", "n": 0})]
     rows += [("/v1/embeddings", {"input": "a"}), ("/v1/completions", {"prompt": "a", "colour": 1})]
     rows += [("/v1/completions", {"prompt": "a", "stream": True})]
@@ -277,18 +278,18 @@ def test_requests_in_the_form_of_openai(models: list[str], tmp_path: Path) -> No
     outs = [tmp_path / "one.jsonl", tmp_path / "two.jsonl"]
     for at_once, out in enumerate(outs, 1):
         assert batch(source, out, *models, "--at-once", at_once) == 1
-    found = read(outs[0])
+    lines = read(outs[0])
     assert outs[0].read_bytes() == outs[1].read_bytes()
-    assert [row["custom_id"] for row in found] == ["c0", "c1", "c2", "c3", "c4", "c5", None]
-    codes = [row["response"] and row["response"]["status_code"] for row in found]
+    assert [row["custom_id"] for row in lines] == ["c0", "c1", "c2", "c3", "c4", "c5", None]
+    codes = [row["response"] and row["response"]["status_code"] for row in lines]
     assert codes == [200, 200, 400, 404, 400, 400, None]
-    alone = SpecGenerator.from_pretrained(models[1]).generate(messages=said, max_new_tokens=6)
-    answer = found[0]["response"]["body"]
+    alone = SpecGenerator.from_pretrained(models[1]).generate(messages=messages, max_new_tokens=6)
+    answer = lines[0]["response"]["body"]
     assert answer["choices"][0]["message"]["content"] == alone.texts[0]
     assert answer["usage"]["completion_tokens"] == alone.stats.num_new_tokens
-    assert len(found[1]["response"]["body"]["choices"]) == 4
-    assert "colour" in found[4]["response"]["body"]["error"]["message"]
-    assert found[6]["error"]["code"] == "invalid_request"
+    assert len(lines[1]["response"]["body"]["choices"]) == 4
+    assert "colour" in lines[4]["response"]["body"]["error"]["message"]
+    assert lines[6]["error"]["code"] == "invalid_request"
     for idle in (["--task", "chat"], NEW, SAMPLE):
         assert batch(source, tmp_path / "three.jsonl", *models, *idle) == 2
 
@@ -309,7 +310,7 @@ def test_what_is_no_row_s_fault_ends_the_run() -> None:
     """Not every row that is left is told so: the same command goes on when the machine is well again."""
     worker = Worker(BatchSpec("generate", "nowhere"), Broken())  # type: ignore[arg-type]
     rows = [InputRow(n, {"n": n}) for n in range(30)]
-    told = [worker(row) for row in rows[5:17]]  # the wrong one in between is the row's own fault
-    assert all(failure_of(line.data) for line in told)
+    lines = [worker(row) for row in rows[5:17]]  # the wrong one in between is the row's own fault
+    assert all(failure_of(line.data) for line in lines)
     with pytest.raises(EngineError, match=r"device lost.*the same command goes on"):
         worker(rows[17])

@@ -38,8 +38,8 @@ def target(seed: int = 0) -> Any:
     return tiny("llama", vocab=WIDTH, seed=seed, **THREE)
 
 
-def train(out: Path, **given: Any) -> dict[str, Any]:
-    return distill(target(), out, tokenizer=byte_tokenizer(), **given)
+def train(out: Path, **options: Any) -> dict[str, Any]:
+    return distill(target(), out, tokenizer=byte_tokenizer(), **options)
 
 
 def batch(rows: int = 2, tokens: int = 24) -> torch.Tensor:
@@ -48,8 +48,8 @@ def batch(rows: int = 2, tokens: int = 24) -> torch.Tensor:
 
 def test_a_draft_learns_and_serves(tmp_path: Path, text: Path) -> None:
     """The loss falls, held-out guesses come true more often than before, and the text stays the target's."""
-    given = {"text": [text], "prompts": PROMPTS, "draft_vocabulary": 100}
-    first, last = (train(tmp_path / str(n), **given, steps=n) for n in (1, 80))
+    options_of_training = {"text": [text], "prompts": PROMPTS, "draft_vocabulary": 100}
+    first, last = (train(tmp_path / str(n), **options_of_training, steps=n) for n in (1, 80))
     assert last["loss"] < 0.7 * first["loss"]
     assert last["acceptance_length"] > first["acceptance_length"]
     assert json.loads((tmp_path / "80" / "card.json").read_text()) == last
@@ -77,14 +77,14 @@ def test_unrolled_steps_are_those_of_decoding(tmp_path: Path) -> None:
     assert hits.shape == (1, 16 - STEPS, STEPS)
     features = reference.features(states[0])
     for number, begin in enumerate(begins.tolist()):
-        own = features[: begin + 1]
+        chain = features[: begin + 1]
         for step in range(STEPS):
-            written = reference.written(ids[0, 1 : begin + step + 2].tolist(), own)
+            written = reference.written(ids[0, 1 : begin + step + 2].tolist(), chain)
             guess = reference.logits(written[-1])[::2]
-            found = steps[step][0, number if step else begin]
-            torch.testing.assert_close(found, guess, rtol=1e-4, atol=1e-4)
+            trained = steps[step][0, number if step else begin]
+            torch.testing.assert_close(trained, guess, rtol=1e-4, atol=1e-4)
             assert hits[0, begin, step] == (2 * guess.argmax() == wanted[begin + 1 + step])
-            own = torch.cat([own, written[-1:]])
+            chain = torch.cat([chain, written[-1:]])
 
 
 def test_divergence_and_its_gradient() -> None:
@@ -95,13 +95,13 @@ def test_divergence_and_its_gradient() -> None:
     for likeliest in (20, 5):
         chances, choices = wanted.topk(likeliest)
         chances = chances / chances.sum(-1, keepdim=True)
-        told = divergence(choices, chances, guesses)
+        values = divergence(choices, chances, guesses)
         logs = guesses.log_softmax(-1).gather(-1, choices)
         expected = (chances * (chances.log() - logs)).sum(-1)
-        torch.testing.assert_close(told, expected)
+        torch.testing.assert_close(values, expected)
         weight = torch.arange(6.0).view(2, 3)
-        (found,), (slope,) = (torch.autograd.grad((one * weight).sum(), guesses) for one in (told, expected))
-        torch.testing.assert_close(found, slope)
+        (gradient,), (slope,) = (torch.autograd.grad((one * weight).sum(), guesses) for one in (values, expected))
+        torch.testing.assert_close(gradient, slope)
 
 
 def test_what_was_heard_is_kept(tmp_path: Path) -> None:
@@ -133,9 +133,9 @@ def test_every_window_is_read_once_before_any_is_read_again() -> None:
     texts = Texts([np.arange(65 * 6 + 1), np.arange(1000, 1065)], [])
     assert (texts.window, [len(windows) for windows in texts.windows]) == (64, [6, 1])
     read = [texts.chosen(step, seed=1) for step in range(24)]
-    own = [number for number, _ in read[::2]]
-    assert sorted(own[:6]) == sorted(own[6:]) == list(range(6))
-    assert own[:6] != own[6:]
+    numbers = [number for number, _ in read[::2]]
+    assert sorted(numbers[:6]) == sorted(numbers[6:]) == list(range(6))
+    assert numbers[:6] != numbers[6:]
     assert all(number == 6 for number, _ in read[1::2])
     assert all(ids.shape == (1, 65) and ids[0, 0] == 64 * number for number, ids in read[::2])
 
@@ -144,21 +144,21 @@ def test_a_training_goes_on_bit_for_bit(tmp_path: Path, text: Path) -> None:
     """Stopped after some steps and begun again: the weights of one that was never stopped. Whole batches of
     continuations are not written again.
     """
-    given: dict[str, Any] = {"text": [text], "prompts": PROMPTS, "steps": 6}
-    train(tmp_path / "whole", **given)
+    options: dict[str, Any] = {"text": [text], "prompts": PROMPTS, "steps": 6}
+    train(tmp_path / "whole", **options)
     continuations = tmp_path / "parts" / "training" / "continuations.jsonl"
-    assert train(tmp_path / "parts", **given, **stopped_after(3))["steps"] == 3
+    assert train(tmp_path / "parts", **options, **stopped_after(3))["steps"] == 3
     written = continuations.read_bytes()
     continuations.write_bytes(written + written[:40])  # a kill in the middle of a batch
-    assert train(tmp_path / "parts", **given)["steps"] == 6
+    assert train(tmp_path / "parts", **options)["steps"] == 6
     whole, parts = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "parts"))
     assert whole.keys() == parts.keys()
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
     assert continuations.read_bytes() == written
-    assert train(tmp_path / "parts", **{**given, "steps": 8})["steps"] == 8  # beyond its end
+    assert train(tmp_path / "parts", **{**options, "steps": 8})["steps"] == 8  # beyond its end
     continuations.write_bytes(b"{" + written)
     with pytest.raises(SpecdecError, match=r"continuations.jsonl is damaged \(.*\): delete it"):
-        train(tmp_path / "parts", **{**given, "steps": 9})
+        train(tmp_path / "parts", **{**options, "steps": 9})
 
 
 def test_a_target_that_writes_nothing_is_no_teacher(tmp_path: Path) -> None:
@@ -171,13 +171,13 @@ def test_a_target_that_writes_nothing_is_no_teacher(tmp_path: Path) -> None:
 
 def stopped_after(steps: int) -> dict[str, Any]:
     """Options that end a training after so many steps."""
-    told: list[float] = []
+    steps_done: list[float] = []
 
     def notify(done: float, total: float, doing: str) -> None:
         if "step" in doing:
-            told.append(done)
+            steps_done.append(done)
 
-    return {"notify": notify, "is_stopped": lambda: len(told) == steps}
+    return {"notify": notify, "is_stopped": lambda: len(steps_done) == steps}
 
 
 def test_the_target_is_not_changed(tmp_path: Path, text: Path) -> None:
@@ -255,14 +255,14 @@ def test_the_command(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[s
     model, prompts, out = saved("llama", tmp_path / "t", vocab=WIDTH, **THREE), tmp_path / "p.jsonl", tmp_path / "o"
     byte_tokenizer().save_pretrained(model)
     prompts.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
-    asked = ["distill", model, "-o", str(out), "--text", str(text), "--prompts", str(prompts), "--steps", "2"]
+    command = ["distill", model, "-o", str(out), "--text", str(text), "--prompts", str(prompts), "--steps", "2"]
     capsys.readouterr()
-    assert run_command([*asked, "--quiet"]) == 0
-    said = capsys.readouterr()
-    assert said.err == ""
+    assert run_command([*command, "--quiet"]) == 0
+    output = capsys.readouterr()
+    assert output.err == ""
     names = ["steps", "loss", "agreement by position", "acceptance length", "to measure it"]
-    assert [line.split("  ")[0] for line in said.out.splitlines()] == names
-    assert said.out.endswith(f" specdec bench {model} --draft {out}\n")
+    assert [line.split("  ")[0] for line in output.out.splitlines()] == names
+    assert output.out.endswith(f" specdec bench {model} --draft {out}\n")
     assert run_command(["generate", model, "--draft", str(out), "-p", "the", "--max-new-tokens", "4", "--quiet"]) == 0
     assert run_command(["distill", model, "-o", str(tmp_path / "no"), "--steps", "2"]) == 2
     assert "nothing to learn from" in capsys.readouterr().err

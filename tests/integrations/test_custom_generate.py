@@ -51,17 +51,17 @@ def wrong() -> PreTrainedModel:
     return tiny("llama", seed=1)
 
 
-def check(model: PreTrainedModel, draft: Any, **given: Any) -> Any:
+def check(model: PreTrainedModel, draft: Any, **arguments: Any) -> Any:
     """`generate` with the hook returns the class, the fields and the values that it returns without."""
-    expected = GenerationMixin.generate(model, **given)
-    found = GenerationMixin.generate(model, custom_generate=custom_generate(draft), **given)
-    assert type(found) is type(expected)
+    expected = GenerationMixin.generate(model, **arguments)
+    output = GenerationMixin.generate(model, custom_generate=custom_generate(draft), **arguments)
+    assert type(output) is type(expected)
     if isinstance(expected, torch.Tensor):
-        assert torch.equal(found, expected)
-        return found
-    assert set(found) == set(expected) - {"past_key_values", "cache"}
-    same_fields(found, expected, *found)
-    return found
+        assert torch.equal(output, expected)
+        return output
+    assert set(output) == set(expected) - {"past_key_values", "cache"}
+    same_fields(output, expected, *output)
+    return output
 
 
 @pytest.mark.parametrize(
@@ -122,8 +122,8 @@ def test_pictures(family: str) -> None:
 def test_pictures_without_a_place() -> None:
     """GIT reads its picture before the text. (It was left out without a word: the texts were others.)"""
     noise = torch.Generator().manual_seed(0)
-    given = {"input_ids": IDS[:1], "pixel_values": 3 * torch.randn(1, 3, 16, 16, generator=noise)}
-    check(git(None), "suffix", **given, max_new_tokens=6, do_sample=False)
+    inputs = {"input_ids": IDS[:1], "pixel_values": 3 * torch.randn(1, 3, 16, 16, generator=noise)}
+    check(git(None), "suffix", **inputs, max_new_tokens=6, do_sample=False)
 
 
 @pytest.mark.parametrize("name", ["led", "udop", "florence2"])
@@ -262,8 +262,8 @@ def test_weights_that_change(wrong: PreTrainedModel, backend: str, built: None) 
 def test_contrastive_search_comes_back(model: PreTrainedModel) -> None:
     """Strategies that transformers has no code for any more run with the hook."""
     how = {"max_new_tokens": 8, "penalty_alpha": 0.6, "top_k": 4}
-    found = model.generate(IDS[:1], **how, custom_generate=custom_generate())
-    assert torch.equal(found, SpecGenerator(model).generate(IDS[:1], **how).sequences)
+    ids = model.generate(IDS[:1], **how, custom_generate=custom_generate())
+    assert torch.equal(ids, SpecGenerator(model).generate(IDS[:1], **how).sequences)
 
 
 THRESHOLDS = {
@@ -280,8 +280,8 @@ def test_a_text_pipeline_that_exists() -> None:
     hook = custom_generate(tiny("llama", vocab=WIDTH, seed=1))
     prompts, how = ["def f(", "class Long(", "x"], {"max_new_tokens": 10, "do_sample": False}
     several = {"num_beams": 2, "num_return_sequences": 2}
-    for given, more in ((prompts, {"batch_size": 3}), (prompts[0], several)):
-        assert pipe(given, **more, **how, custom_generate=hook) == pipe(given, **more, **how)
+    for texts, more in ((prompts, {"batch_size": 3}), (prompts[0], several)):
+        assert pipe(texts, **more, **how, custom_generate=hook) == pipe(texts, **more, **how)
 
 
 @pytest.mark.parametrize(
@@ -331,7 +331,7 @@ def test_a_trainer_that_predicts(tmp_path: Path) -> None:
 
     trainer = Seq2SeqTrainer(model, settings, data_collator=collate, eval_dataset=rows, compute_metrics=metrics)
     hook = custom_generate(draft)
-    for given in ({}, {"custom_generate": hook}):
-        trainer.evaluate(max_new_tokens=8, num_beams=1, **given)
+    for arguments in ({}, {"custom_generate": hook}):
+        trainer.evaluate(max_new_tokens=8, num_beams=1, **arguments)
     assert seen[0] == seen[1]
     assert hook.stats is not None

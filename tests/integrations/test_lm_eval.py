@@ -41,15 +41,15 @@ def test_texts_and_likelihoods_are_those_of_hf(batch_size: int) -> None:
     prompts = ("def f(x):", "a", "class Long(Thing):\n    pass\n8")
     free = theirs.generate_until(requests("generate_until", *((p, {"max_gen_toks": 24}) for p in prompts)))
     until = {"until": [free[0][9:11], free[2][4:6], "8" + free[2][0]], "max_gen_toks": 24}
-    asked = [(text, until) for text in prompts]
-    expected = theirs.generate_until(requests("generate_until", *asked), disable_tqdm=True)
-    assert ours.generate_until(requests("generate_until", *asked), disable_tqdm=True) == expected
+    pairs_until = [(text, until) for text in prompts]
+    expected = theirs.generate_until(requests("generate_until", *pairs_until), disable_tqdm=True)
+    assert ours.generate_until(requests("generate_until", *pairs_until), disable_tqdm=True) == expected
     assert any(len(text) < 20 for text in expected)
     assert sum(run.num_new_tokens for run in ours.runs) > 0
     pairs = requests("loglikelihood", ("def ", "f(x)"), ("a", "b"))
-    found, wanted = (one.loglikelihood(pairs, disable_tqdm=True) for one in (ours, theirs))
-    assert [greedy for _, greedy in found] == [greedy for _, greedy in wanted]
-    assert torch.allclose(*(torch.tensor([score for score, _ in one]) for one in (found, wanted)))
+    scores, wanted = (one.loglikelihood(pairs, disable_tqdm=True) for one in (ours, theirs))
+    assert [greedy for _, greedy in scores] == [greedy for _, greedy in wanted]
+    assert torch.allclose(*(torch.tensor([score for score, _ in one]) for one in (scores, wanted)))
 
 
 def test_pairs_of_the_zoo() -> None:

@@ -32,8 +32,8 @@ class Process:
     def _address(self) -> str:
         end = time.monotonic() + _PATIENCE
         while time.monotonic() < end and self.popen.poll() is None:
-            if found := re.search(r"listening on (http://[\w.:]+)", self.log.read_text()):
-                return found[1]
+            if match := re.search(r"listening on (http://[\w.:]+)", self.log.read_text()):
+                return match[1]
             time.sleep(0.05)
         raise AssertionError(f"the server does not listen:\n{self.log.read_text()}")
 
@@ -75,7 +75,7 @@ def serving(folder: Path, **more: Any) -> Iterator[Process]:
         for name, (target, draft) in pairs.items()
     ]
     models[1]["prefix_cache"] = 2**24  # full soon, so that memory can be watched
-    given = {"models": models, "port": 0, "api_key_file": str(folder / "keys"), "log": "json", **more}
-    (folder / "serve.yaml").write_text(yaml.safe_dump(given))
+    settings = {"models": models, "port": 0, "api_key_file": str(folder / "keys"), "log": "json", **more}
+    (folder / "serve.yaml").write_text(yaml.safe_dump(settings))
     with started("--config", str(folder / "serve.yaml"), folder=folder) as process:
         yield process

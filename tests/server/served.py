@@ -50,8 +50,8 @@ def run(work: Coroutine[Any, Any, T]) -> T:
 def text_model(name: str = "text", draft: str = "suffix", family: str = "llama", **options: Any) -> TextModel:
     """A tiny model over bytes with one of `DRAFTS`; the draft model is often wrong."""
     small = tiny(family, vocab=WIDTH, seed=1)
-    named = {"model": small, "hybrid": ("suffix", small)}.get(draft, DRAFTS[draft])
-    generator = SpecGenerator(tiny(family, vocab=WIDTH), named, tokenizer=TOKENIZER, prefix_cache=True, **options)
+    drafts = {"model": small, "hybrid": ("suffix", small)}.get(draft, DRAFTS[draft])
+    generator = SpecGenerator(tiny(family, vocab=WIDTH), drafts, tokenizer=TOKENIZER, prefix_cache=True, **options)
     return TextModel(name, generator, context=512)
 
 
@@ -78,23 +78,23 @@ async def idle(model: TextModel | SpeechModel) -> None:
     await until(lambda: model.generator.engine.idle)
 
 
-def settings(*names: str, **given: Any) -> ServeSettings:
+def settings(*names: str, **fields: Any) -> ServeSettings:
     """Settings for models of these names."""
-    return read_settings({"models": [{"name": name, "target": "tiny"} for name in names or ("text",)], **given})
+    return read_settings({"models": [{"name": name, "target": "tiny"} for name in names or ("text",)], **fields})
 
 
-def app(*models: TextModel | SpeechModel, **given: Any) -> FastAPI:
+def app(*models: TextModel | SpeechModel, **fields: Any) -> FastAPI:
     """An application with these models, one with a suffix draft by default."""
     served = models or (model_of("suffix"),)
-    return create_app(settings(*(model.name for model in served), **given), served)
+    return create_app(settings(*(model.name for model in served), **fields), served)
 
 
 @asynccontextmanager
 async def client(application: FastAPI, **headers: str) -> AsyncIterator[httpx.AsyncClient]:
     """A client that asks in process."""
     transport = httpx.ASGITransport(application, raise_app_exceptions=False)
-    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000", headers=headers) as made:
-        yield made
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000", headers=headers) as http:
+        yield http
     application.state.server.ends.close()
 
 
@@ -112,8 +112,8 @@ class Asking(TestClient):
 
     def complete(self, **body: Any) -> Any:
         """What a completion is answered, parsed: a whole one, or the events of a stream."""
-        found = self.post("/v1/completions", json=body)
-        return events(found.text) if body.get("stream") else found.json()
+        answer = self.post("/v1/completions", json=body)
+        return events(answer.text) if body.get("stream") else answer.json()
 
 
 def asking(application: FastAPI, **headers: str) -> Asking:
@@ -133,15 +133,15 @@ def facts_of(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
 
 
 @asynccontextmanager
-async def listening(*models: TextModel | SpeechModel, **given: Any) -> AsyncIterator[Served]:
+async def listening(*models: TextModel | SpeechModel, **fields: Any) -> AsyncIterator[Served]:
     """A server on a socket, of one model with a suffix draft by default, and a client; its log ends with it."""
     served = models or (model_of("suffix"),)
-    how = settings(*(model.name for model in served), port=0, **given)
+    how = settings(*(model.name for model in served), port=0, **fields)
     server = server_of(create_app(how, served), how)
     serving = asyncio.ensure_future(server.serve())
     while not server.started:
         await asyncio.sleep(0.01)
-    [port] = [one.getsockname()[1] for made in server.servers for one in made.sockets]
+    [port] = [bound.getsockname()[1] for listener in server.servers for bound in listener.sockets]
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", verify=False) as client:
         yield server, client
     server.should_exit = True
@@ -175,33 +175,33 @@ async def asgi(
     leave: asyncio.Event | None = None,
     root_path: str = "",
     content_type: str = "application/json",
-    found: Answered | None = None,
+    answer: Answered | None = None,
     **headers: str,
 ) -> Answered:
     """Asks without a library between: bodies that lie or never end (None), and clients that `leave`.
 
-    What comes is seen in `found` while it comes.
+    `answer` has what has come so far.
     """
     pieces = [json.dumps(body).encode()] if body is not None else list(chunks) or [b""]
-    found, never = found or Answered(), asyncio.Event()
+    answer, never = answer or Answered(), asyncio.Event()
     head = {"host": "127.0.0.1:8000", "content-type": content_type, **headers}
     head |= {} if length is None else {"content-length": length}
 
     async def receive() -> dict[str, Any]:
-        if found.received < len(pieces):
-            piece = pieces[found.received]
+        if answer.received < len(pieces):
+            piece = pieces[answer.received]
             if piece is None:
                 await never.wait()
-            found.received += 1
-            return {"type": "http.request", "body": piece, "more_body": found.received < len(pieces)}
+            answer.received += 1
+            return {"type": "http.request", "body": piece, "more_body": answer.received < len(pieces)}
         await (leave or never).wait()
         return {"type": "http.disconnect"}
 
     async def send(message: Any) -> None:
         if message["type"] == "http.response.start":
-            found.status = message["status"]
-            found.headers = {name.decode(): value.decode() for name, value in message["headers"]}
-        found.body += message.get("body", b"")
+            answer.status = message["status"]
+            answer.headers = {name.decode(): value.decode() for name, value in message["headers"]}
+        answer.body += message.get("body", b"")
 
     scope = {
         "type": "http",
@@ -217,4 +217,4 @@ async def asgi(
     }
     with suppress(Exception):  # a server logs it, after the answer
         await application(scope, receive, send)
-    return found
+    return answer

@@ -69,7 +69,7 @@ def read(
     parts = [reader.read(piece, last=False) for piece in pieces] + [reader.read("", last=True)]
     calls = whole_calls([delta for _, deltas in parts for delta in deltas])
     functions = [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
-    return "".join(said for said, _ in parts), functions, reader.are_whole
+    return "".join(text_part for text_part, _ in parts), functions, reader.are_whole
 
 
 @pytest.mark.parametrize("size", [1, 3, 10_000])
@@ -103,11 +103,11 @@ def test_unfinished_calls_are_no_text(template: str, size: int) -> None:
     """Wherever an answer is cut, `content` has no part of its calls. (It ended with half a call.)"""
     written = WRITTEN[template]
     for end in range(len(written)):
-        said, calls, _ = read(template, written[:end], size, must=True)
-        assert (said, len(calls) <= 2) == ("", True)
-        said, calls, _ = read(template, f"a < b\n{written[:end]}", size)
-        assert said.rstrip() in ("a < b", f"a < b\n{written[:end]}".rstrip())
-        assert said.count("get_weather") == 0
+        content, calls, _ = read(template, written[:end], size, must=True)
+        assert (content, len(calls) <= 2) == ("", True)
+        content, calls, _ = read(template, f"a < b\n{written[:end]}", size)
+        assert content.rstrip() in ("a < b", f"a < b\n{written[:end]}".rstrip())
+        assert content.count("get_weather") == 0
 
 
 @pytest.mark.parametrize("written", LOOSE)

@@ -20,15 +20,15 @@ KEY_HEADS = [("authorization", f"Bearer {key}") for key in (KEY, OTHER_KEY)]
 MESSAGES = {"messages": [{"role": "user", "content": "x"}], "ignore_eos": True}
 
 
-async def beside(application: FastAPI, *asked: tuple[dict[str, Any], dict[str, str]]) -> list[int]:
+async def beside(application: FastAPI, *requests: tuple[dict[str, Any], dict[str, str]]) -> list[int]:
     """How requests with these bodies and headers are answered while a long one with the first headers runs."""
-    gone = asyncio.Event()
-    work = posted(application, {**LONG, "stream": True}, leave=gone, **asked[0][1])
+    leave = asyncio.Event()
+    work = posted(application, {**LONG, "stream": True}, leave=leave, **requests[0][1])
     await until(lambda: turns_of(application).running)
-    found = [(await posted(application, body, **headers)).status for body, headers in asked]
-    gone.set()
+    codes = [(await posted(application, body, **headers)).status for body, headers in requests]
+    leave.set()
     await work
-    return found
+    return codes
 
 
 async def test_a_client_has_so_many_requests() -> None:
@@ -45,8 +45,8 @@ async def test_uploads_are_requests_under_way() -> None:
     application = app(limits={"per_key": 1, "upload_seconds": 0.2})
     slow = posted(application, None, chunks=[b"{", None])
     await asyncio.sleep(0.01)
-    found = [(await one).status for one in (posted(application, SHORT), slow)]
-    assert [*found, (await posted(application, SHORT)).status] == [429, 408, 200]
+    codes = [(await task).status for task in (posted(application, SHORT), slow)]
+    assert [*codes, (await posted(application, SHORT)).status] == [429, 408, 200]
     assert json.loads((await slow).body)["error"]["code"] == "slow_upload"
 
 
@@ -54,7 +54,7 @@ def test_new_tokens_are_bounded() -> None:
     """The limit was read by nobody: who asks for more is told in their own word, who says nothing gets so many."""
     with asking(app(limits={"new_tokens": 5})) as c:
         chat = "/v1/chat/completions"
-        found: list[Any] = [
+        answers: list[Any] = [
             c.complete(**{**LONG, "max_tokens": 6}),
             c.post(chat, json={**MESSAGES, "max_completion_tokens": 6}).json(),
             c.complete(prompt="abc", min_tokens=6),
@@ -62,10 +62,10 @@ def test_new_tokens_are_bounded() -> None:
             c.complete(**{**LONG, "max_tokens": 3}),
             c.post(chat, json=MESSAGES).json(),
         ]
-    errors = [one["error"] for one in found[:3]]
+    errors = [answer["error"] for answer in answers[:3]]
     assert [error["param"] for error in errors] == ["max_tokens", "max_completion_tokens", "min_tokens"]
     assert all(f"`{error['param']}`" in error["message"] and "5" in error["message"] for error in errors)
-    assert [one["usage"]["completion_tokens"] for one in found[3:]] == [5, 5, 3, 5]
+    assert [answer["usage"]["completion_tokens"] for answer in answers[3:]] == [5, 5, 3, 5]
 
 
 PROXIES = ["127.0.0.1", "10.0.0.0/8", "2001:db8::/32"]
@@ -86,8 +86,8 @@ async def test_users_behind_a_proxy_are_clients(proxies: list[str], others: int)
     Of a proxy that is not trusted nothing counts.
     """
     application = app(trusted_proxies=proxies, limits={"per_key": 1})
-    found = await beside(application, *((SHORT, {"x-forwarded-for": one}) for one in (*ALICE, *OTHERS)))
-    assert found == [*[429] * len(ALICE), *[others] * len(OTHERS)]
+    codes = await beside(application, *((SHORT, {"x-forwarded-for": user}) for user in (*ALICE, *OTHERS)))
+    assert codes == [*[429] * len(ALICE), *[others] * len(OTHERS)]
 
 
 def test_the_log_has_addresses(key_file: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -96,15 +96,16 @@ def test_the_log_has_addresses(key_file: Path, caplog: pytest.LogCaptureFixture)
         for proxies in (PROXIES, []):
             with asking(app(api_key_file=key_file, trusted_proxies=proxies)) as c:
                 c.get("/v1/models", headers={"x-forwarded-for": "9.9.9.9, 1.2.3.4", "authorization": "Bearer revoked"})
-    found = facts_of(caplog)
-    assert [(one["status"], one["client"]) for one in found] == [(401, "1.2.3.4"), (401, "127.0.0.1")]
+    lines = facts_of(caplog)
+    assert [(line["status"], line["client"]) for line in lines] == [(401, "1.2.3.4"), (401, "127.0.0.1")]
 
 
 async def test_a_network_of_one_host_is_one_client() -> None:
     """Whoever has a /64 of IPv6 was as many clients as that has addresses."""
     users = ["2001:db9::1", "2001:db9::2", "[2001:db9:0:0:ffff::1]:80", "2001:db9:0:1::1", "1.2.3.4"]
     application = app(trusted_proxies=PROXIES, limits={"per_key": 1})
-    assert await beside(application, *((SHORT, {"x-forwarded-for": one}) for one in users)) == [429, 429, 429, 200, 200]
+    codes = await beside(application, *((SHORT, {"x-forwarded-for": user}) for user in users))
+    assert codes == [429, 429, 429, 200, 200]
     connection = HTTPConnection({"type": "http", "client": ("::ffff:1.2.3.4", 5000)})
     assert sender_of(connection) == "1.2.3.4"
 
@@ -117,6 +118,6 @@ def test_clients_read_for_themselves(heads: list[tuple[str, str]], key_file: Pat
     how: dict[str, Any] = {"api_key_file": key_file} if heads == KEY_HEADS else {"trusted_proxies": PROXIES}
     with asking(app(model, **how)) as c:
         answers = [c.post(PATH, json=body, headers=dict([head])).json() for head in (*heads, heads[0])]
-    found = [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers]
-    assert found[:2] == [0, 0]
-    assert found[2] > 50
+    counts = [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers]
+    assert counts[:2] == [0, 0]
+    assert counts[2] > 50

@@ -24,38 +24,38 @@ from tests.folders import saved_model
 from tests.server.served import app, asking
 
 
-def keys(**given: Any) -> dict[str, Any]:
+def keys(**flags: Any) -> dict[str, Any]:
     """The settings of these flags."""
     names = (*command.SERVER, *command.LIMITS, *command.LOADING, "target", "draft", "demo", "config")
     names += ("name", "context", "kv_budget", "prefix_cache", "num_draft_tokens", "schedule")
-    return settings_keys({**dict.fromkeys(names), **given})
+    return settings_keys({**dict.fromkeys(names), **flags})
 
 
 def test_flags_of_one_model() -> None:
     """They become the settings of that model, of the server and of its limits."""
-    found = read_settings(
+    settings = read_settings(
         keys(
             target="org/Model-7B", draft="org/draft", schedule="cost", dtype="bfloat16", port=9000,
             kv_budget=0.25, running=4, drain_seconds=5.0, hosts=["Models.example.org"], stream_chunk=8, context=512,
             trusted_proxies=["10.0.0.0/8"],
         )
     )  # fmt: skip
-    model = found.models[0]
+    model = settings.models[0]
     assert (model.name, model.target, model.draft) == ("Model-7B", "org/Model-7B", "org/draft")
     assert (model.loading, model.options) == ({"dtype": "bfloat16"}, {"schedule": "cost"})
     assert (model.kv_budget, model.context, model.prefix_cache) == (0.25, 512, None)
     for keeps in (True, False):
         assert keys(target="m", prefix_cache=keeps)["models"][0]["prefix_cache"] is keeps
-    assert (found.port, found.hosts, found.stream_chunk) == (9000, ("models.example.org",), 8)
-    assert [str(one) for one in found.trusted_proxies] == ["10.0.0.0/8"]
-    assert (found.limits.running, found.limits.drain_seconds, found.limits.waiting) == (4, 5.0, 128)
+    assert (settings.port, settings.hosts, settings.stream_chunk) == (9000, ("models.example.org",), 8)
+    assert [str(proxy) for proxy in settings.trusted_proxies] == ["10.0.0.0/8"]
+    assert (settings.limits.running, settings.limits.drain_seconds, settings.limits.waiting) == (4, 5.0, 128)
 
 
 def test_drafts_are_chosen_as_elsewhere() -> None:
     """A pair of the package is its own draft, anything else copies unless told otherwise."""
-    asked: list[dict[str, Any]] = [{"target": "zoo:python-code"}, {"target": "org/m"}]
-    asked += [{"target": "m", "draft": "none"}, {"target": "m", "draft": "suffix+d"}]
-    drafts = [read_settings(keys(**flags)).models[0].draft for flags in asked]
+    flag_sets: list[dict[str, Any]] = [{"target": "zoo:python-code"}, {"target": "org/m"}]
+    flag_sets += [{"target": "m", "draft": "none"}, {"target": "m", "draft": "suffix+d"}]
+    drafts = [read_settings(keys(**flags)).models[0].draft for flags in flag_sets]
     assert drafts == ["zoo:python-code", "suffix", "none", "suffix+d"]
 
 
@@ -63,13 +63,13 @@ def test_a_file_under_flags(tmp_path: Path) -> None:
     """Flags win, limits are merged, and models come from one place."""
     file = tmp_path / "serve.yaml"
     file.write_text("models: [{name: a, target: b}]\nport: 1\nlimits: {running: 2, waiting: 3}\n")
-    found = read_settings(keys(config=file, port=2, running=5))
-    assert (found.port, found.limits.running, found.limits.waiting) == (2, 5, 3)
+    settings = read_settings(keys(config=file, port=2, running=5))
+    assert (settings.port, settings.limits.running, settings.limits.waiting) == (2, 5, 3)
     assert read_settings(keys(config=file, port=0)).port == 0  # a free one
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "words"),
     [
         ([], "pass a TARGET"),
         (["x", "--demo"], "only one of them"),
@@ -86,9 +86,9 @@ def test_a_file_under_flags(tmp_path: Path) -> None:
         (["x", "--draft", "sufix"], "`--draft` must be"),
     ],
 )
-def test_flags_that_do_not_go(arguments: list[str], said: str, called: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flags_that_do_not_go(arguments: list[str], words: str, called: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specdec.server.load_served", lambda *_: pytest.fail("a model was loaded"))
-    assert said in called("serve", *arguments, "--quiet", code=2).err
+    assert words in called("serve", *arguments, "--quiet", code=2).err
 
 
 def test_every_wrong_key_is_named() -> None:
@@ -117,13 +117,13 @@ def test_all_lines_of_a_log_have_its_format(kind: str, capsys: pytest.CaptureFix
         logging.getLogger("specdec.server").warning("take care")
     lines = capsys.readouterr().err.splitlines()
     if kind == "json":
-        found = [{**json.loads(line), "time": 0} for line in lines]
+        records = [{**json.loads(line), "time": 0} for line in lines]
         levels = [{"time": 0, "level": level} for level in ("info", "info", "warning")]
-        said = [{"message": "compiling a model"}, facts, {"message": "take care"}]
-        assert found == [level | one for level, one in zip(levels, said, strict=True)]
+        messages = [{"message": "compiling a model"}, facts, {"message": "take care"}]
+        assert records == [level | message for level, message in zip(levels, messages, strict=True)]
     else:
-        said = ["INFO compiling a model", 'INFO path=/v1/models status=200 key="two words"', "WARNING take care"]
-        assert [line.split(" ", 2)[2] for line in lines] == (said if kind == "text" else said[2:])
+        messages = ["INFO compiling a model", 'INFO path=/v1/models status=200 key="two words"', "WARNING take care"]
+        assert [line.split(" ", 2)[2] for line in lines] == (messages if kind == "text" else messages[2:])
 
 
 def test_a_missing_package(called: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,21 +161,21 @@ def test_a_port_of_somebody_else(called: Any) -> None:
 
 def test_a_hub_out_of_reach_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """It was asked for the kind of a model, and then, with all retries again, for the model."""
-    asked: list[str] = []
+    names: list[str] = []
 
     def away(name: str, *_: Any, **__: Any) -> Any:
-        asked.append(name)
+        names.append(name)
         raise LocalEntryNotFoundError("nobody answers")
 
     monkeypatch.setattr("transformers.utils.hub.hf_hub_download", away)
     with pytest.raises(LoadError, match=r"`target` 'some/target' .*hub cannot be reached"):
         load_served(ModelSettings(name="m", target="some/target", draft="some/draft"), Limits())
-    assert asked == ["some/target"]
+    assert names == ["some/target"]
 
 
 def test_names() -> None:
-    found = [plain_name(name) for name in ("org/Qwen3-0.6B", "/models/x y/", "zoo:python-code", "/")]
-    assert found == ["Qwen3-0.6B", "x-y", "python-code", "model"]
+    names = [plain_name(name) for name in ("org/Qwen3-0.6B", "/models/x y/", "zoo:python-code", "/")]
+    assert names == ["Qwen3-0.6B", "x-y", "python-code", "model"]
 
 
 @pytest.mark.parametrize("name", ["do_sample", "max_new_tokens", "num_return_sequences", "penalty_alpha"])

@@ -28,32 +28,32 @@ GET = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n"
 LONG = {"prompt": "abab", "max_tokens": 100, "seed": 1, "ignore_eos": True, "n": 4, "logprobs": 5}
 
 
-async def opened(client: httpx.AsyncClient, sent: bytes = b"") -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def opened(client: httpx.AsyncClient, data: bytes = b"") -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """A connection on which this was sent."""
     port = client.base_url.port
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(sent)
+    writer.write(data)
     return reader, writer
 
 
 @asynccontextmanager
 async def unread(
-    client: httpx.AsyncClient, sent: bytes, host: str = "127.0.0.1", buffer: int = 16_384
+    client: httpx.AsyncClient, data: bytes, host: str = "127.0.0.1", buffer: int = 16_384
 ) -> AsyncGenerator[socket.socket, None]:
     """A connection from an address on which this was sent, of a client that does not read, with a small buffer."""
-    with socket.socket() as one:
-        one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
-        one.setblocking(False)
-        one.bind((host, 0))
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
+        connection.setblocking(False)
+        connection.bind((host, 0))
         loop = asyncio.get_running_loop()
-        await loop.sock_connect(one, ("127.0.0.1", client.base_url.port))
-        await loop.sock_sendall(one, sent)
-        yield one
+        await loop.sock_connect(connection, ("127.0.0.1", client.base_url.port))
+        await loop.sock_sendall(connection, data)
+        yield connection
 
 
-async def answer(client: httpx.AsyncClient, sent: bytes) -> tuple[int, dict[str, str], bytes]:
+async def answer(client: httpx.AsyncClient, data: bytes) -> tuple[int, dict[str, str], bytes]:
     """Status, headers and everything behind them of what is answered until the server hangs up."""
-    reader, writer = await opened(client, sent)
+    reader, writer = await opened(client, data)
     raw = await reader.read()
     writer.close()
     head, _, body = raw.partition(b"\r\n\r\n")
@@ -62,9 +62,9 @@ async def answer(client: httpx.AsyncClient, sent: bytes) -> tuple[int, dict[str,
     return int(first.split()[1]), headers, body
 
 
-def body_of(asked: Any) -> bytes:
+def body_of(fields: Any) -> bytes:
     """A request for a text, as it is on the wire."""
-    content = json.dumps(asked).encode()
+    content = json.dumps(fields).encode()
     head = "POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
     return f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
 
@@ -96,10 +96,10 @@ async def test_half_requests_end(name: str) -> None:
 async def test_a_request_may_take_longer_than_its_head() -> None:
     """The time for heads does not end what is being answered, nor a body that takes its time."""
     async with listening(limits={"head_seconds": 0.2}) as (_, client):
-        sent = body_of({"prompt": "abc", "max_tokens": 4})
-        reader, writer = await opened(client, sent[:-1])
+        data = body_of({"prompt": "abc", "max_tokens": 4})
+        reader, writer = await opened(client, data[:-1])
         await asyncio.sleep(0.5)
-        writer.write(sent[-1:])
+        writer.write(data[-1:])
         status = int((await reader.readline()).split()[1])
         writer.close()
     assert status == 200
@@ -111,12 +111,12 @@ PAGES = (GET.replace(b"/health", b"/page/app.js") + b"\r\n") * 400
 async def test_connections_have_a_bound() -> None:
     """Beyond it, a request is told to come later; idle connections end soon and make room."""
     async with listening(limits={"connections": 4, "head_seconds": 0.5}) as (server, client):
-        held = [await opened(client, GET) for _ in range(6)]
+        connections = [await opened(client, GET) for _ in range(6)]
         await until(lambda: len(server.server_state.connections) == 6)
         assert (await answer(client, GET + b"Connection: close\r\n\r\n"))[0] == 503
         await until(lambda: not server.server_state.connections)
         assert (await client.get("/health")).status_code == 200
-        for _, writer in held:
+        for _, writer in connections:
             writer.close()
 
 
@@ -177,12 +177,12 @@ async def test_probes_may_ask_for_heads(path: str, caplog: pytest.LogCaptureFixt
     assert [(one["method"], one["path"]) for one in facts_of(caplog)[:2]] == [("HEAD", path), ("GET", path)]
 
 
-async def told_late(one: socket.socket) -> list[Any]:
+async def told_late(connection: socket.socket) -> list[Any]:
     """The events of a stream that is read at last."""
-    one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**20)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**20)
     raw = b""
     while not raw.endswith(b"\r\n0\r\n\r\n"):
-        piece = await asyncio.get_running_loop().sock_recv(one, 65_536)
+        piece = await asyncio.get_running_loop().sock_recv(connection, 65_536)
         assert piece, "cut off"
         raw += piece
     return events("".join(chunk for chunk in raw.decode().split("\r\n") if chunk.startswith("data")))
@@ -190,9 +190,9 @@ async def told_late(one: socket.socket) -> list[Any]:
 
 def small_buffers(server: uvicorn.Server) -> None:
     """Lets connections from now on send through small buffers, as a proxy may."""
-    for made in server.servers:
-        for one in made.sockets:
-            one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16_384)
+    for listener in server.servers:
+        for bound in listener.sockets:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16_384)
 
 
 @asynccontextmanager
@@ -201,19 +201,19 @@ async def decoded(**limits: int) -> AsyncGenerator[tuple[httpx.AsyncClient, sock
     async with listening(limits=limits) as (server, client):
         small_buffers(server)
         turns = turns_of(server)
-        async with unread(client, body_of({**LONG, "stream": True})) as one:
+        async with unread(client, body_of({**LONG, "stream": True})) as connection:
             await until(lambda: turns.running)
             await until(lambda: not turns.running)
-            yield client, one
+            yield client, connection
 
 
 async def test_turns_end_with_the_work() -> None:
     """Who did not read a stream kept its turn until its time was up, and all others waited. It may read it later."""
-    async with decoded(running=1) as (client, one):
+    async with decoded(running=1) as (client, connection):
         assert (await client.post("/v1/completions", json={"prompt": "a", "max_tokens": 2})).status_code == 200
-        told = await told_late(one)
-    assert told[-1] == "[DONE]"
-    assert [e["choices"][0]["finish_reason"] for e in told[:-1]].count("length") == 4
+        parts = await told_late(connection)
+    assert parts[-1] == "[DONE]"
+    assert [e["choices"][0]["finish_reason"] for e in parts[:-1]].count("length") == 4
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -230,10 +230,10 @@ async def test_sends_end(stream: bool, caplog: pytest.LogCaptureFixture) -> None
 
 async def test_unread_events_have_a_bound() -> None:
     """They piled up without one. Who reads on is told why the stream ends."""
-    async with decoded(unread_bytes=20_000) as (_, one):
-        told = await told_late(one)
-    assert "reads too slowly" in told[-1]["error"]["message"]
-    assert all(e["choices"][0]["finish_reason"] is None for e in told[:-1])
+    async with decoded(unread_bytes=20_000) as (_, connection):
+        parts = await told_late(connection)
+    assert "reads too slowly" in parts[-1]["error"]["message"]
+    assert all(e["choices"][0]["finish_reason"] is None for e in parts[:-1])
 
 
 @pytest.mark.parametrize("sent", [100, 200_000])
@@ -244,19 +244,19 @@ async def test_uploads_of_clients_that_left_make_room(sent: int) -> None:
     upload = f"{head}\r\nContent-Length: 1000000\r\n\r\n{part}".encode() + b"-" * sent
     async with listening(speech_model(), limits={"recordings": 1}) as (server, client):
         uploads = state_of(server).uploads
-        held = [await opened(client, upload) for _ in range(uploads.free)]
+        connections = [await opened(client, upload) for _ in range(uploads.free)]
         await until(lambda: not uploads.free)
         left = [await opened(client, upload) for _ in range(3)]
         await until(lambda: uploads.waiting == 3)
         text = (await client.get("/metrics")).text
         assert "specdec_num_uploads_waiting 3.0" in text
-        assert f"specdec_num_uploads_running {len(held)}.0" in text
+        assert f"specdec_num_uploads_running {len(connections)}.0" in text
         for _, writer in left:
             await writer.drain()
             writer.close()
         await asyncio.wait_for(until(lambda: not uploads.waiting), 5)
         assert not uploads.free
-        for _, writer in held:
+        for _, writer in connections:
             writer.close()
 
 
@@ -285,8 +285,8 @@ async def test_who_pipelines_leaves_too() -> None:
         await writer.drain()
         writer.close()
         await asyncio.wait_for(until(lambda: not turns.running), 5)
-        found = (await client.get("/metrics")).text
-    assert 'specdec_requests_aborted_total{endpoint="/v1/completions"} 1.0' in found
+        metrics = (await client.get("/metrics")).text
+    assert 'specdec_requests_aborted_total{endpoint="/v1/completions"} 1.0' in metrics
 
 
 async def test_a_refused_request_keeps_its_connection(caplog: pytest.LogCaptureFixture) -> None:
@@ -297,8 +297,8 @@ async def test_a_refused_request_keeps_its_connection(caplog: pytest.LogCaptureF
     with caplog.at_level("INFO", "specdec.server"):
         async with listening() as (server, client):
             for stream in (False, True):
-                found = await client.post("/v1/completions", json={"prompt": [10**9], "stream": stream})
-                assert (found.status_code, found.headers.get("connection")) == (400, None)
+                answer = await client.post("/v1/completions", json={"prompt": [10**9], "stream": stream})
+                assert (answer.status_code, answer.headers.get("connection")) == (400, None)
             assert len(server.server_state.connections) == 1
             assert (await client.get("/health")).status_code == 200
     assert [one["status"] for one in facts_of(caplog)] == [400, 400, 200]
@@ -312,7 +312,7 @@ async def test_a_silent_stream_is_kept_alive(monkeypatch: pytest.MonkeyPatch) ->
     body = {"prompt": "ab", "max_tokens": 4, "stream": True, "ignore_eos": True, "logprobs": 0}
     async with listening(model) as (_, client):
         model.generator.target.model.register_forward_pre_hook(lambda *_: time.sleep(0.4))
-        found = (await client.post("/v1/completions", json=body)).text
+        text = (await client.post("/v1/completions", json=body)).text
         await until(lambda: "EventStream" not in str(asyncio.all_tasks()))
-    assert "\n\n: alive\n\n" in found
-    assert [len(event["choices"][0]["logprobs"]["tokens"]) for event in events(found)[:-1]] == [1] * 4
+    assert "\n\n: alive\n\n" in text
+    assert [len(event["choices"][0]["logprobs"]["tokens"]) for event in events(text)[:-1]] == [1] * 4

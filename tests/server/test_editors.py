@@ -29,7 +29,7 @@ USER = {"role": "user", "content": "abc abc abc ab"}
 def tokenizer_of(kind: str) -> Any:
     """A tokenizer over bytes with a model's tokens for gaps."""
     tokenizer = byte_tokenizer()
-    tokenizer.add_tokens([AddedToken(one, special=True) for one in GAPS[kind]], special_tokens=True)
+    tokenizer.add_tokens([AddedToken(token, special=True) for token in GAPS[kind]], special_tokens=True)
     return tokenizer
 
 
@@ -127,7 +127,7 @@ def test_greedy_choices_are_equal() -> None:
     assert texts == [alone["choices"][0]["text"]] * 3
     assert whole["usage"]["completion_tokens"] == 24
     parts = [[event["choices"][0] for event in stream if event["choices"][0]["index"] == row] for row in range(3)]
-    assert ["".join(one["text"] for one in part) for part in parts] == texts
+    assert ["".join(part_event["text"] for part_event in part) for part in parts] == texts
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -184,6 +184,6 @@ def test_a_final_message_is_continued() -> None:
         answers = [c.post(CHATS, json={**body, "continue_final_message": goes_on}).json() for goes_on in (True, False)]
         texts = [c.complete(prompt=prompt, max_tokens=9, temperature=0) for prompt in prompts]
         streamed = events(c.post(CHATS, json={**body, "continue_final_message": True, "stream": True}).text)
-    said = [answer["choices"][0]["message"]["content"] for answer in answers]
-    assert said == [text["choices"][0]["text"] for text in texts]
-    assert "".join(event["choices"][0]["delta"]["content"] for event in streamed[:-1]) == said[0]
+    contents = [answer["choices"][0]["message"]["content"] for answer in answers]
+    assert contents == [text["choices"][0]["text"] for text in texts]
+    assert "".join(event["choices"][0]["delta"]["content"] for event in streamed[:-1]) == contents[0]

@@ -49,8 +49,8 @@ async def test_a_model_that_cannot_decode_is_logged(
 
     monkeypatch.setattr(Host, "warm_up", failing)
     async with listening() as (_, client):
-        found = [(await client.get(path)).status_code for path in ("/health", "/ready")]
-    assert found == [200, 503]
+        codes = [(await client.get(path)).status_code for path in ("/health", "/ready")]
+    assert codes == [200, 503]
     assert [one.getMessage() for one in caplog.records if one.exc_info] == ["a model cannot decode"]
 
 
@@ -76,16 +76,16 @@ async def test_balancers_see_it_leave() -> None:
     async with listening(limits={"notice_seconds": 0.5, "drain_seconds": 20}) as (server, client):
         server.handle_exit(signal.SIGTERM, None)
         await asyncio.sleep(0.2)
-        found: list[int] = []
+        codes: list[int] = []
         for path in ("/ready", "/health"):
             async with httpx.AsyncClient(base_url=client.base_url, verify=False) as new:
-                found.append((await new.get(path)).status_code)
-        found.append((await client.post("/v1/completions", json={**LONG, "max_tokens": 2})).status_code)
+                codes.append((await new.get(path)).status_code)
+        codes.append((await client.post("/v1/completions", json={**LONG, "max_tokens": 2})).status_code)
         await asyncio.sleep(1)
         async with httpx.AsyncClient(base_url=client.base_url, verify=False) as late:
             with pytest.raises(httpx.ConnectError):
                 await late.get("/ready")
-    assert found == [503, 200, 503]
+    assert codes == [503, 200, 503]
 
 
 @pytest.mark.parametrize("sig", [signal.SIGINT, signal.SIGTERM])
@@ -109,7 +109,7 @@ async def test_the_drain_is_kept(caplog: pytest.LogCaptureFixture) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", client.base_url.port)
         head = "POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
         writer.write(f"{head}Content-Length: 99\r\n\r\n{{".encode())
-        asked = [
+        tasks = [
             asyncio.ensure_future(client.post("/v1/completions", json={**LONG, "n": 4, "stream": stream}))
             for stream in (True, False)
         ]
@@ -117,14 +117,14 @@ async def test_the_drain_is_kept(caplog: pytest.LogCaptureFixture) -> None:
         await until(lambda: turns.running >= 2)
         began = time.monotonic()
         server.handle_exit(signal.SIGTERM, None)
-        streamed, whole = await asyncio.gather(*asked)
+        streamed, whole = await asyncio.gather(*tasks)
         with suppress(ConnectionResetError):
             assert await reader.read() == b""
         writer.close()
-    assert all("the server is shutting down" in said for said in (streamed.text, whole.text))
+    assert all("the server is shutting down" in text for text in (streamed.text, whole.text))
     assert whole.status_code == 503
     assert 0.5 <= time.monotonic() - began < 3
-    assert [one["error"] for one in facts_of(caplog) if one["status"] == 200] == ["unavailable"]
+    assert [line["error"] for line in facts_of(caplog) if line["status"] == 200] == ["unavailable"]
     assert caplog.messages[-1] == "stopped, 2 requests were cut"
 
 
@@ -135,29 +135,29 @@ async def test_uploads_that_wait_begin_nothing_after_the_drain() -> None:
         state = state_of(server)
         turns, files = turns_of(server, "speech"), {"file": ("a.wav", b"no sound")}
         async with turns.turn("somebody"):
-            asked = [asyncio.ensure_future(client.post("/v1/audio/transcriptions", files=files)) for _ in range(10)]
+            tasks = [asyncio.ensure_future(client.post("/v1/audio/transcriptions", files=files)) for _ in range(10)]
             await until(lambda: turns.waiting >= 7 and state.uploads.waiting >= 3)
             began = time.monotonic()
             server.handle_exit(signal.SIGTERM, None)
-            found = await asyncio.gather(*asked)
+            answers = await asyncio.gather(*tasks)
             assert time.monotonic() - began < 3
-    assert [one.status_code for one in found] == [503] * 10
-    assert all("the server is shutting down" in one.text for one in found)
+    assert [answer.status_code for answer in answers] == [503] * 10
+    assert all("the server is shutting down" in answer.text for answer in answers)
 
 
 async def test_work_that_comes_after_the_drain_is_given_up() -> None:
     """It closes what it was handed."""
-    told: list[str] = []
+    events: list[str] = []
 
     async def work() -> None:
         try:
             await asyncio.Event().wait()
         finally:
-            told.append("closed")
+            events.append("closed")
 
     state = state_of(app())
     state.stop()
     task = asyncio.ensure_future(work())
     state.track(task)
     await asyncio.wait({task}, timeout=5)
-    assert (told, task.cancelled()) == (["closed"], True)
+    assert (events, task.cancelled()) == (["closed"], True)

@@ -66,33 +66,33 @@ def inner(annotation: Any, place: Path = ()) -> Iterator[tuple[Path, type[BaseMo
 def paths(model: type[BaseModel]) -> Iterator[tuple[Path, list[type[BaseModel]]]]:
     """Where a value can stand in a request, and the objects that it stands in."""
     for name, field in model.model_fields.items():
-        own = field.alias or name
-        yield (own,), [model]
+        name_of_client = field.alias or name
+        yield (name_of_client,), [model]
         for place, part in inner(field.annotation):
             for rest, models in paths(part):
-                yield (own, *place, *rest), [model, *models]
+                yield (name_of_client, *place, *rest), [model, *models]
 
 
 def body_with(path: Path, models: list[type[BaseModel]], value: Any) -> dict[str, Any]:
     """A request that is sound but for one value."""
     (name, *rest), (model, *others) = path, models
     required = {key: field.annotation for key, field in model.model_fields.items() if field.is_required()}
-    given = {key: get_args(kind)[0] if get_origin(kind) is Literal else "x" for key, kind in required.items()}
-    given = BASES.get(model, given)
+    body = {key: get_args(kind)[0] if get_origin(kind) is Literal else "x" for key, kind in required.items()}
+    body = BASES.get(model, body)
     if not rest:
-        return {**given, str(name): value}
+        return {**body, str(name): value}
     is_list = rest[0] == 0
     below = body_with(tuple(rest[is_list:]), others, value)
-    return {**given, str(name): [below] if is_list else below}
+    return {**body, str(name): [below] if is_list else below}
 
 
 def fields(*models: type[BaseModel]) -> set[str]:
     """All names that a client may write."""
-    named = {str(part) for model in models for path, _ in paths(model) for part in path}
-    return named | {*REFUSED, *REFUSED_OF_MESSAGES, *HINTS}
+    names = {str(part) for model in models for path, _ in paths(model) for part in path}
+    return names | {*REFUSED, *REFUSED_OF_MESSAGES, *HINTS}
 
 
-def check(error: ApiError, body: Any, known: set[str]) -> None:
+def check(error: ApiError, body: Any, names: set[str]) -> None:
     """A sentence about something that the client sent, or should have."""
     message, param = error.message, error.param
     assert not INSIDES.search(message), message
@@ -103,23 +103,23 @@ def check(error: ApiError, body: Any, known: set[str]) -> None:
     for part in parents:
         at = at[int(part)] if isinstance(at, list) else at[part]
     there = int(last) < len(at) if isinstance(at, list) else last in at or any(key.startswith(last) for key in at)
-    assert there or last in known, (message, param)
-    for named in re.findall(r"`([\w.]+)`", message):
-        assert named == param or {*named.split(".")} <= known, message
+    assert there or last in names, (message, param)
+    for name in re.findall(r"`([\w.]+)`", message):
+        assert name == param or {*name.split(".")} <= names, message
 
 
 def test_every_validator_speaks_to_clients() -> None:
     """Every field of every request with every kind of wrong value; messages held addresses and pydantic's own words."""
     refused = 0
     for model in BASES:
-        known = fields(model)
+        client_names = fields(model)
         for path, models in paths(model):
             for value in BAD:
                 body = body_with(path, models, value)
                 try:
                     model.model_validate(body)
                 except ValidationError as wrong:
-                    check(invalid([dict(fault) for fault in wrong.errors()], body), body, known)
+                    check(invalid([dict(fault) for fault in wrong.errors()], body), body, client_names)
                     refused += 1
     assert refused > 2000
     names = {**vars(messages), **vars(protocol)}.values()
@@ -153,15 +153,15 @@ SAID: list[tuple[dict[str, Any], str, str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("fields_", "param", "said"), SAID)
-def test_what_is_said(fields_: dict[str, Any], param: str, said: str) -> None:
+@pytest.mark.parametrize(("fields_", "param", "words"), SAID)
+def test_what_is_said(fields_: dict[str, Any], param: str, words: str) -> None:
     path, base = (CHATS, {}) if "messages" in fields_ else (COMPLETIONS, {"prompt": "abc"})
     with asking(app()) as c:
-        found = c.post(path, json={**base, **fields_})
-        assert found.status_code == 400, found.text
-        error = found.json()["error"]
+        answer = c.post(path, json={**base, **fields_})
+        assert answer.status_code == 400, answer.text
+        error = answer.json()["error"]
     assert error["param"] == param
-    assert said in error["message"]
+    assert words in error["message"]
 
 
 # Bounds, where a huge `n` froze the loop and negative numbers went through (CVE-2026-21869); forms that are none, of
@@ -208,15 +208,15 @@ CHATS_WRONG: list[dict[str, Any]] = [
 def test_what_does_not_go_is_said(path: str, base: dict[str, Any], wrong: list[dict[str, Any]]) -> None:
     """Each is a 400, at once, and nothing is ignored; what changes nothing is taken."""
     neutral = {"tools": [], "tool_choice": "none", "parallel_tool_calls": True, "n": 1}
-    known = fields(CompletionRequest, ChatRequest)
+    names = fields(CompletionRequest, ChatRequest)
     with asking(app()) as c:
         for more in wrong:
             body = {**base, "max_tokens": 4, **more}
-            found = c.post(path, content=json.dumps(body), headers=JSON)
-            assert found.status_code == 400, (more, found.text)
-            error = found.json()["error"]
+            answer = c.post(path, content=json.dumps(body), headers=JSON)
+            assert answer.status_code == 400, (more, answer.text)
+            error = answer.json()["error"]
             assert {*error} == {"message", "type", "param", "code"}
-            check(ApiError(400, error["message"], param=error["param"]), body, known)
+            check(ApiError(400, error["message"], param=error["param"]), body, names)
         assert c.post(path, json={**base, "max_tokens": 2, **neutral}).status_code == 200
 
 
@@ -242,10 +242,10 @@ def test_bodies_that_are_none(path: str) -> None:
     (The place where JSON broke was told as a field, and a list as a dictionary.)
     """
     with asking(app()) as c:
-        for body, said in BROKEN.items():
-            found = c.post(path, content=body, headers=JSON)
-            assert (found.status_code, found.json()["error"]["param"]) == (400, None), body[:20]
-            assert said in found.json()["error"]["message"]
+        for body, words in BROKEN.items():
+            answer = c.post(path, content=body, headers=JSON)
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, None), body[:20]
+            assert words in answer.json()["error"]["message"]
         assert "this method" in c.get(path).json()["error"]["message"]
         assert "this path does not exist" in c.get("/v2").json()["error"]["message"]
 
@@ -266,16 +266,16 @@ ODD: list[dict[str, Any]] = [
 @pytest.mark.parametrize("draft", ["none", "suffix", "model"])
 def test_options_that_do_not_go_together(draft: str) -> None:
     """The library's errors name its own options: `num_return_sequences`, `do_sample`, `sequence_bias`, and drafts."""
-    known, refused = fields(CompletionRequest), 0
+    names, refused = fields(CompletionRequest), 0
     with asking(app(model_of(draft))) as c:
-        for at, one in enumerate(ODD):
+        for at, options in enumerate(ODD):
             for other in ({}, *ODD[:at:3]):
-                body = {"prompt": "abc", "max_tokens": 4, **one, **other}
-                found = c.post(COMPLETIONS, json=body)
-                if found.status_code != 200:
-                    assert found.status_code == 400, found.text
-                    error = found.json()["error"]
-                    check(ApiError(400, error["message"], param=error["param"]), body, known)
+                body = {"prompt": "abc", "max_tokens": 4, **options, **other}
+                answer = c.post(COMPLETIONS, json=body)
+                if answer.status_code != 200:
+                    assert answer.status_code == 400, answer.text
+                    error = answer.json()["error"]
+                    check(ApiError(400, error["message"], param=error["param"]), body, names)
                     refused += 1
     assert refused > 100
 
@@ -295,14 +295,14 @@ def test_null_means_absent() -> None:
     message = {**dict.fromkeys(("name", "annotations", *REFUSED_OF_MESSAGES)), **MESSAGES[0]}
     answer = {**message, "role": "assistant", "annotations": []}
     schema = {"type": "object", "properties": {"a": {"enum": [None]}}, "required": ["a"], "additionalProperties": False}
-    named = {"name": "a", "description": None, "strict": None, "schema": schema}
+    json_schema = {"name": "a", "description": None, "strict": None, "schema": schema}
     nested: dict[str, Any] = {
         "messages": [message, {**message, "role": "assistant", "content": None}, message, {**answer, "tool_calls": []}],
         "logit_bias": {"5": None},
         "chat_template_kwargs": {"enable_thinking": None},
         "prediction": {"type": "content", "content": "a", "x": None},
         "structured_outputs": {"json": None, "regex": None},
-        "response_format": {"type": "json_schema", "json_schema": named},
+        "response_format": {"type": "json_schema", "json_schema": json_schema},
     }
     with asking(app()) as c:
         bodies: list[tuple[str, dict[str, Any]]] = [
@@ -313,10 +313,10 @@ def test_null_means_absent() -> None:
             (CHATS, {**nested, "max_tokens": 20}),
             (COMPLETIONS, {"prompt": "a", "stream": True, "stream_options": nothing}),
         ]
-        found = [c.post(path, json=body) for path, body in bodies]
-    assert [one.status_code for one in found] == [200] * 6, [one.text for one in found]
-    assert json.loads(found[4].json()["choices"][0]["message"]["content"]) == {"a": None}
-    assert all(event == "[DONE]" or "usage" not in event for event in events(found[5].text))
+        answers = [c.post(path, json=body) for path, body in bodies]
+    assert [reply.status_code for reply in answers] == [200] * 6, [reply.text for reply in answers]
+    assert json.loads(answers[4].json()["choices"][0]["message"]["content"]) == {"a": None}
+    assert all(event == "[DONE]" or "usage" not in event for event in events(answers[5].text))
 
 
 MANY: list[tuple[str, dict[str, Any], str]] = [
@@ -336,10 +336,10 @@ def test_many_faults_take_no_time(path: str, body: dict[str, Any], place: str) -
     """The event loop stood still for 25 s over 40,000 wrong tokens: each fault was compared with all others."""
     with asking(app()) as c:
         content, began = json.dumps(body), time.monotonic()
-        found = c.post(path, content=content, headers=JSON)
+        answer = c.post(path, content=content, headers=JSON)
         seconds = time.monotonic() - began
-    assert found.status_code == 400
-    assert found.json()["error"]["param"].startswith(place)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"].startswith(place)
     assert seconds < 2
 
 
@@ -353,10 +353,10 @@ def test_hints_that_change_no_text_are_dropped(
     with asking(app()) as c:
         values = ("x", True, {"a": "b"}, 5, None)
         bodies = [{"messages": MESSAGES, "max_tokens": 4, "seed": 1, **dict.fromkeys(HINTS, one)} for one in values]
-        found = [c.post(CHATS, json=body).json()["choices"][0]["message"]["content"] for body in bodies]
-    assert len({*found}) == 1
-    named = [record.getMessage() for record in caplog.records if "changes no text" in record.getMessage()]
-    assert [sum(f"`{name}`" in one for one in named) for name in HINTS] == [1] * len(HINTS)
+        texts = [c.post(CHATS, json=body).json()["choices"][0]["message"]["content"] for body in bodies]
+    assert len({*texts}) == 1
+    lines = [record.getMessage() for record in caplog.records if "changes no text" in record.getMessage()]
+    assert [sum(f"`{name}`" in one for one in lines) for name in HINTS] == [1] * len(HINTS)
 
 
 FORMS: list[dict[str, Any]] = [
@@ -379,7 +379,7 @@ SOUNDS: list[Any] = [b"no sound", b"", recording(0.0), recording(21.0), None, "t
 @pytest.mark.parametrize("path", ["transcriptions", "translations"])
 def test_every_field_of_a_form(path: str) -> None:
     """Also where nothing or text comes in the place of a file, and of a recording that is none."""
-    known = {*audio_routes.Transcribing.model_fields, "timestamp_granularities[]", "Content-Type"}
+    names = {*audio_routes.Transcribing.model_fields, "timestamp_granularities[]", "Content-Type"}
     with asking(app(speech_model())) as c:
         for fields, sound in [*((one, recording()) for one in FORMS), *(({}, one) for one in SOUNDS)]:
             text = {"x": (None, "y")} if sound is None else {"file": (None, sound)}
@@ -387,7 +387,7 @@ def test_every_field_of_a_form(path: str) -> None:
             answer = c.post(f"/v1/audio/{path}", data=fields, files=files)
             assert answer.status_code == (404 if fields.get("model") == "none" else 400), (fields, answer.text)
             error = answer.json()["error"]
-            check(ApiError(answer.status_code, error["message"], param=error["param"]), fields, known)
+            check(ApiError(answer.status_code, error["message"], param=error["param"]), fields, names)
 
 
 def test_a_file_in_the_place_of_a_text() -> None:

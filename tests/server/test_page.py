@@ -31,7 +31,7 @@ def page(server: Process, browser: Any) -> Iterator[Any]:
     opened.on("console", lambda line: wrong.append(line.text) if "Content Security" in line.text else None)
     opened.on(
         "request",
-        lambda asked: None if asked.url.startswith((server.url, "blob:", "data:")) else wrong.append(asked.url),
+        lambda route: None if route.url.startswith((server.url, "blob:", "data:")) else wrong.append(route.url),
     )
     opened.goto(server.url)
     opened.fill("#key", KEY)
@@ -144,11 +144,11 @@ def test_structured_answers(page: Any) -> None:
 
 def test_an_upload(page: Any) -> None:
     """A recording of the package is written down, as text and as subtitles; what is no sound is told."""
-    path, said = bundled_models.recordings()[0]
+    path, text = bundled_models.recordings()[0]
     page.select_option("#model", "speech")
     page.set_input_files("#file", str(path))
     page.click("#hear")
-    api.expect(page.locator("#transcript")).to_contain_text(said.split(".")[0], timeout=60_000)
+    api.expect(page.locator("#transcript")).to_contain_text(text.split(".")[0], timeout=60_000)
     page.select_option("#form", "srt")
     page.click("#hear")
     api.expect(page.locator("#transcript")).to_contain_text("-->", timeout=60_000)

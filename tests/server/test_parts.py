@@ -74,9 +74,10 @@ async def test_who_waits_most_makes_room() -> None:
             waiting.append(asyncio.ensure_future(wait(client)))
         await asyncio.sleep(0)
         assert turns.waiting == 4
-    found = await asyncio.gather(*waiting, return_exceptions=True)
-    answered = [one.status_code if isinstance(one, ApiError) else one for one in found] + [turns.running, turns.waiting]
-    assert answered == ["many", 429, 429, 429, "few", "few", 429, "other", 0, 0]
+    results = await asyncio.gather(*waiting, return_exceptions=True)
+    answers = [result.status_code if isinstance(result, ApiError) else result for result in results]
+    assert answers == ["many", 429, 429, 429, "few", "few", 429, "other"]
+    assert (turns.running, turns.waiting) == (0, 0)
 
 
 @pytest.mark.parametrize("early", [True, False])
@@ -100,7 +101,7 @@ async def test_turns_given_up(early: bool) -> None:
     assert (turns.running, turns.waiting, left.cancelled()) == (0, 0, True)
 
 
-async def in_thread(items: int, told: list[Any]) -> AsyncGenerator[bytes, None]:
+async def in_thread(items: int, log: list[Any]) -> AsyncGenerator[bytes, None]:
     """What comes of a job with so many items, after which an error comes, where nine may wait."""
 
     def job(cancel: Cancel) -> Generator[bytes]:
@@ -110,12 +111,12 @@ async def in_thread(items: int, told: list[Any]) -> AsyncGenerator[bytes, None]:
                 yield b"x"
             raise ValueError("no")
         finally:
-            told.append("ended")
+            log.append("ended")
 
     with ThreadPoolExecutor(1, thread_name_prefix="helper") as pool:
         source = threaded(pool, job)
-        async with aclosing(side_by_side(partial(Admission(1, 0).turn, "a"), [source], 9, len)) as found:
-            async for item in found:
+        async with aclosing(side_by_side(partial(Admission(1, 0).turn, "a"), [source], 9, len)) as items_of_job:
+            async for item in items_of_job:
                 yield item
 
 
@@ -145,16 +146,16 @@ async def test_what_runs_in_threads() -> None:
     """All of it comes, in order, and an error after it; jobs end before a slow reader does."""
 
     async def read(items: int) -> list[Any]:
-        told: list[Any] = []
-        found: list[Any] = []
+        log: list[Any] = []
+        pieces: list[Any] = []
         try:
-            async for item in in_thread(items, told):
-                await until(lambda: told)
-                found.append(item)
+            async for item in in_thread(items, log):
+                await until(lambda: log)
+                pieces.append(item)
         except (ValueError, ApiError) as error:
-            found.append(str(error))
-        assert told == ["ended"]
-        return found
+            pieces.append(str(error))
+        assert log == ["ended"]
+        return pieces
 
     assert await read(9) == [b"x"] * 9 + ["no"]
     assert "too slowly" in (await read(10**9))[-1]
@@ -196,17 +197,17 @@ def test_the_schema_tells_of_forms() -> None:
     for request in ("CompletionRequest", "ChatRequest"):
         [form, _] = schemas[request]["properties"]["structured_outputs"]["anyOf"]
         assert form == {"$ref": "#/components/schemas/StructuredOutputs"}
-    known = schemas["StructuredOutputs"]
-    assert known["properties"].keys() == {"json", "regex", "grammar", "choice"}
-    assert all(field["description"] for field in (known, *known["properties"].values()))
+    schema = schemas["StructuredOutputs"]
+    assert schema["properties"].keys() == {"json", "regex", "grammar", "choice"}
+    assert all(field["description"] for field in (schema, *schema["properties"].values()))
 
 
 hearing = cache(speech_model)
 
 
-def heard(fields: dict[str, Any], content: bytes, path: str = "transcriptions", **given: Any) -> Any:
+def heard(fields: dict[str, Any], content: bytes, path: str = "transcriptions", **settings: Any) -> Any:
     """The answer about a recording."""
-    with asking(app(hearing(), **given)) as c:
+    with asking(app(hearing(), **settings)) as c:
         return c.post(f"/v1/audio/{path}", files={"file": ("a.wav", content)}, data=fields)
 
 
@@ -215,17 +216,17 @@ def test_transcriptions() -> None:
     content = recording(2.5)
     expected = hearing().transcriber(content, language="en", task="transcribe", return_timestamps=True)
     plain = hearing().transcriber(content, language="en", task="transcribe")["text"].strip()
-    found = {}
+    bodies = {}
     for form in ("json", "text", "srt", "vtt", "verbose_json"):
         answer = heard({"model": "speech", "language": "en", "response_format": form}, content)
         assert answer.status_code == 200, answer.text
-        found[form] = answer.json() if "json" in form else answer.text
-    assert found["json"]["text"] == found["text"].strip() == plain
-    assert found["json"]["usage"] == {"type": "duration", "seconds": 3}
+        bodies[form] = answer.json() if "json" in form else answer.text
+    assert bodies["json"]["text"] == bodies["text"].strip() == plain
+    assert bodies["json"]["usage"] == {"type": "duration", "seconds": 3}
     start = f"00:00:{expected['chunks'][0]['timestamp'][0]:06.3f}"
-    assert found["srt"].startswith(f"1\n{start.replace('.', ',')} --> ")
-    assert found["vtt"].startswith(f"WEBVTT\n\n{start} --> ")
-    verbose = found["verbose_json"]
+    assert bodies["srt"].startswith(f"1\n{start.replace('.', ',')} --> ")
+    assert bodies["vtt"].startswith(f"WEBVTT\n\n{start} --> ")
+    verbose = bodies["verbose_json"]
     assert verbose["text"] == expected["text"].strip()
     assert verbose["duration"] == 2.5
     assert [one["start"] for one in verbose["segments"]] == sorted(one["start"] for one in verbose["segments"])
@@ -237,12 +238,12 @@ def test_streamed_transcriptions() -> None:
     content = recording(3.5)
     whole, stream = heard({"language": "en"}, content).json(), heard({"language": "en", "stream": "true"}, content)
     assert stream.headers["content-type"].startswith("text/event-stream")
-    told = events(stream.text)
-    assert told.pop() == "[DONE]"
-    assert told.pop() == {"type": "transcript.text.done", **whole}
-    assert {event["type"] for event in told} == {"transcript.text.delta"}
-    assert len(told) > 2
-    assert "".join(event["delta"] for event in told) == whole["text"]
+    parts = events(stream.text)
+    assert parts.pop() == "[DONE]"
+    assert parts.pop() == {"type": "transcript.text.done", **whole}
+    assert {event["type"] for event in parts} == {"transcript.text.delta"}
+    assert len(parts) > 2
+    assert "".join(event["delta"] for event in parts) == whole["text"]
     unread = heard({"language": "en", "stream": "true"}, content, limits={"unread_bytes": 1})
     assert "reads too slowly" in unread.text  # their pieces counted for nothing
 
@@ -262,7 +263,7 @@ _FORM = f"multipart/form-data; boundary={_BOUNDARY}"
 _PATH = "/v1/audio/transcriptions"
 
 
-def sent(application: Any, *chunks: bytes | None, **how: Any) -> asyncio.Task[Answered]:
+def post_form(application: Any, *chunks: bytes | None, **how: Any) -> asyncio.Task[Answered]:
     """A form that is under way."""
     return posted(application, None, path=_PATH, chunks=chunks, content_type=_FORM, **how)
 
@@ -278,39 +279,39 @@ async def test_recordings_wait_on_disk_or_unread() -> None:
     body, size = form(b"no sound" * 2**19), 2**22
     application = app(hearing(), limits={"recordings": 1, "per_key": 20})
     turns = turns_of(application, "speech")
-    asked = [Answered() for _ in range(20)]
+    answers = [Answered() for _ in range(20)]
     tracemalloc.start()
     async with turns.turn("somebody"):
-        work = [sent(application, body, found=one) for one in asked]
+        work = [post_form(application, body, answer=answer) for answer in answers]
         await until(lambda: turns.waiting >= 7)
         await asyncio.sleep(0.05)
-        held, _ = tracemalloc.get_traced_memory()
+        memory, _ = tracemalloc.get_traced_memory()
         tracemalloc.stop()
-        assert sum(one.received for one in asked) == 7
-        assert held < 7 * size / 2
+        assert sum(answer.received for answer in answers) == 7
+        assert memory < 7 * size / 2
     await asyncio.gather(*work)
-    assert {one.status for one in asked} == {400}
+    assert {answer.status for answer in answers} == {400}
     application.state.server.draining = True
-    late = await sent(application, body)
+    late = await post_form(application, body)
     assert (late.status, late.received) == (503, 0)
 
 
 async def test_waiting_to_arrive_has_an_end() -> None:
     """A recording that is not its turn to arrive is told so after as long as a request may take."""
     application = app(hearing(), limits={"recordings": 1, "request_seconds": 0.1})
-    work = [sent(application, b"--", None) for _ in range(8)]
+    work = [post_form(application, b"--", None) for _ in range(8)]
     done, rest = await asyncio.wait(work, return_when=asyncio.FIRST_COMPLETED)
-    for one in rest:
-        one.cancel()
-    assert [one.result().status for one in done] == [504]
+    for task in rest:
+        task.cancel()
+    assert [task.result().status for task in done] == [504]
 
 
 def test_a_full_disk_is_the_servers_fault(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """A 503 and a line in the log; it was the client's error, and nobody's who keeps the server."""
     monkeypatch.setattr(tempfile, "tempdir", "/no/such/folder")
-    found = heard({}, b"a" * 2**21)
-    assert found.status_code == 503
-    assert "no room" in found.json()["error"]["message"]
+    answer = heard({}, b"a" * 2**21)
+    assert answer.status_code == 503
+    assert "no room" in answer.json()["error"]["message"]
     assert [record.message for record in caplog.records if "/no/such/folder" in record.message]
 
 
@@ -321,18 +322,18 @@ def test_recordings_come_in_forms() -> None:
     assert unheard == "no model of this server is for speech"
     with asking(app(hearing())) as c:
         kinds = [_FORM, "multipart/form-data", "application/x-www-form-urlencoded"]
-        found = [c.post(_PATH, content=b"a=b", headers={"Content-Type": kind}) for kind in kinds]
-    assert [one.status_code for one in found] == [400, 400, 415]
-    assert all("curl -F file=@" in one.json()["error"]["message"] for one in found[1:])
+        answers = [c.post(_PATH, content=b"a=b", headers={"Content-Type": kind}) for kind in kinds]
+    assert [answer.status_code for answer in answers] == [400, 400, 415]
+    assert all("curl -F file=@" in answer.json()["error"]["message"] for answer in answers[1:])
 
 
 async def test_a_recording_nobody_waits_for() -> None:
     """Its decoding ends within two rounds."""
-    gone, application = asyncio.Event(), app(hearing())
-    work = sent(application, form(recording(19.0)), leave=gone)
+    leave, application = asyncio.Event(), app(hearing())
+    work = post_form(application, form(recording(19.0)), leave=leave)
     engine = hearing().generator.engine
     await until(lambda: engine.running)
-    gone.set()
+    leave.set()
     await work
     await idle(hearing())
     assert application.state.server.hosts["speech"].load.running == 0

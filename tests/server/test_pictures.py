@@ -26,23 +26,23 @@ def body(*urls: str, **fields: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": [*parts, text]}], "max_tokens": 8, "temperature": 0, **fields}
 
 
-def refused(c: Asking, sent: dict[str, Any], words: str) -> None:
+def refused(c: Asking, chat: dict[str, Any], words: str) -> None:
     """Checks that a chat is a 400 with these words, and so are its tokens."""
-    for path, one in (("/v1/chat/completions", sent), ("/tokenize", {"messages": sent["messages"]})):
-        answer = c.post(path, json=one)
+    for path, fields in (("/v1/chat/completions", chat), ("/tokenize", {"messages": chat["messages"]})):
+        answer = c.post(path, json=fields)
         assert (answer.status_code, words in answer.json()["error"]["message"]) == (400, True), answer.text
 
 
 def test_a_picture_is_answered_as_by_the_library() -> None:
     out = seeing_model().generator.generate(messages=asked(SMALL), max_new_tokens=8, do_sample=False)
     with asking(app(seeing_model())) as c:
-        found = c.post("/v1/chat/completions", json=body(data_url(SMALL))).json()
+        answer = c.post("/v1/chat/completions", json=body(data_url(SMALL))).json()
         stream = events(c.post("/v1/chat/completions", json=body(data_url(SMALL), stream=True)).text)
         counted = c.post("/tokenize", json={"messages": body(data_url(SMALL))["messages"]}).json()
         other = c.post("/v1/chat/completions", json=body(data_url(Image.new("RGB", (20, 30), "red")))).json()
-    assert out.texts == [found["choices"][0]["message"]["content"]]
-    assert other["choices"] != found["choices"]
-    assert found["usage"]["prompt_tokens"] == out.sequences.shape[1] - 8 == counted["count"]
+    assert out.texts == [answer["choices"][0]["message"]["content"]]
+    assert other["choices"] != answer["choices"]
+    assert answer["usage"]["prompt_tokens"] == out.sequences.shape[1] - 8 == counted["count"]
     assert "".join(event["choices"][0]["delta"]["content"] for event in stream[:-1]) == out.texts[0]
 
 
@@ -51,9 +51,9 @@ def test_text_alone_is_read() -> None:
     messages = [{"role": "user", "content": "Is it teal?"}]
     out = seeing_model().generator.generate(messages=messages, max_new_tokens=8, do_sample=False)
     with asking(app(seeing_model())) as c:
-        found = c.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 8, "temperature": 0}).json()
-    assert out.texts == [found["choices"][0]["message"]["content"]]
-    assert found["usage"]["prompt_tokens"] == out.sequences.shape[1] - 8 == len("user: Is it teal?. assistant:")
+        answer = c.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 8, "temperature": 0}).json()
+    assert out.texts == [answer["choices"][0]["message"]["content"]]
+    assert answer["usage"]["prompt_tokens"] == out.sequences.shape[1] - 8 == len("user: Is it teal?. assistant:")
 
 
 @pytest.mark.parametrize(

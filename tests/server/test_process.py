@@ -47,11 +47,11 @@ def test_the_openai_package(server: Process, offline: SpecGenerator) -> None:
     assert "".join(pieces) == expected
     assert len(pieces) > 3
 
-    said: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "seed": 1}
-    first, again = (client.chat.completions.create(**said, max_tokens=8, n=2).choices for _ in range(2))
-    assert [one.message.content for one in first] == [one.message.content for one in again]
+    chat: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "seed": 1}
+    first, again = (client.chat.completions.create(**chat, max_tokens=8, n=2).choices for _ in range(2))
+    assert [choice.message.content for choice in first] == [choice.message.content for choice in again]
     usage = {"include_usage": True}
-    chunks = list(client.chat.completions.create(**said, max_tokens=8, stream=True, stream_options=usage))
+    chunks = list(client.chat.completions.create(**chat, max_tokens=8, stream=True, stream_options=usage))
     assert "".join(chunk.choices[0].delta.content for chunk in chunks[:-1]) == first[0].message.content
     assert chunks[-1].usage.completion_tokens <= 8
 
@@ -69,7 +69,7 @@ def test_the_openai_package(server: Process, offline: SpecGenerator) -> None:
     with pytest.raises(openai.NotFoundError):
         client.completions.create(**{**how, "model": "gpt"})
     with pytest.raises(openai.BadRequestError, match="takes no tools"):
-        client.chat.completions.create(**said, tools=[{"type": "function", "function": {"name": "f"}}])
+        client.chat.completions.create(**chat, tools=[{"type": "function", "function": {"name": "f"}}])
 
 
 def _idle(server: Process) -> None:
@@ -101,11 +101,11 @@ def test_sigterm_under_load(tmp_path: Path) -> None:
     with serving(tmp_path, limits={"drain_seconds": 30}) as process:
         body = {"model": "code", "prompt": PROMPT, "max_tokens": 60, "temperature": 0, "ignore_eos": True}
         with ThreadPoolExecutor(8) as pool, process.client() as client:
-            found = [pool.submit(client.post, "/v1/completions", json=body) for _ in range(8)]
+            answers = [pool.submit(client.post, "/v1/completions", json=body) for _ in range(8)]
             while client.get("/v1/load").json()["code"]["running"] < 8:
                 time.sleep(0.01)
             process.popen.send_signal(signal.SIGTERM)
-            texts = {one.result().json()["choices"][0]["text"] for one in found}
+            texts = {answer.result().json()["choices"][0]["text"] for answer in answers}
         assert len(texts) == 1
         assert process.popen.wait(30) in (0, -signal.SIGTERM)
         with pytest.raises(httpx.TransportError):

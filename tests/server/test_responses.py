@@ -47,27 +47,27 @@ async def test_calls() -> None:
     """A call, whole and streamed; its result goes on from the response that called, or from the items themselves."""
     model = tool_model(HERMES)
     async with client(app(model)) as c:
-        asked = openai_of(c)
+        openai_client = openai_of(c)
         how: dict[str, Any] = {"model": "text", "tools": FLAT, "extra_body": {"seed": 5}, "max_output_tokens": 1600}
         choice = {"type": "function", "name": "weather"}
-        first = await asked.responses.create(input="x", tool_choice=choice, **how)
-        stream = await asked.responses.create(input="x", tool_choice=choice, stream=True, **how)
+        first = await openai_client.responses.create(input="x", tool_choice=choice, **how)
+        stream = await openai_client.responses.create(input="x", tool_choice=choice, stream=True, **how)
         events = [event async for event in stream]
         [call] = first.output
         result = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
         short = {**how, "max_output_tokens": 4}
-        again = await asked.responses.create(input=[result], previous_response_id=first.id, **short)
+        again = await openai_client.responses.create(input=[result], previous_response_id=first.id, **short)
         items = [{"role": "user", "content": "x"}, *(item.model_dump() for item in first.output), result]
-        same = await asked.responses.create(input=items, **short)
+        same = await openai_client.responses.create(input=items, **short)
     assert (call.type, call.name, first.status) == ("function_call", "weather", "completed")
     assert {*json.loads(call.arguments)} == {"city", "days"}
     streamed = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
     assert "".join(streamed) == call.arguments == events[-1].response.output[0].arguments
-    said = {"id": call.call_id, "type": "function"}
-    said["function"] = {"name": "weather", "arguments": json.loads(call.arguments)}
+    message_call = {"id": call.call_id, "type": "function"}
+    message_call["function"] = {"name": "weather", "arguments": json.loads(call.arguments)}
     messages = [
         {"role": "user", "content": "x"},
-        {"role": "assistant", "content": "", "tool_calls": [said]},
+        {"role": "assistant", "content": "", "tool_calls": [message_call]},
         {"role": "tool", "tool_call_id": call.call_id, "content": "sunny"},
     ]
     plain = [{"type": "function", "function": {"description": "", **tool["function"]}} for tool in (WEATHER, TIME)]
@@ -102,8 +102,8 @@ def test_conversations_go_on() -> None:
         foreign = c.post(PATH, json=follow, headers={"x-forwarded-for": "9.9.9.9"})
         silent = c.post(PATH, json={"input": "ab", "store": False, **PLAIN}).json()
         lost = c.post(PATH, json={"input": "cd", "previous_response_id": silent["id"], **PLAIN})
-    said = first["output"][0]["content"][0]["text"]
-    roles = [("user", "ab"), ("assistant", said), ("user", "cd")]
+    text_of_first = first["output"][0]["content"][0]["text"]
+    roles = [("user", "ab"), ("assistant", text_of_first), ("user", "cd")]
     messages = [{"role": role, "content": content} for role, content in roles]
     text = TOKENIZER.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     assert second["usage"]["input_tokens"] == len(TOKENIZER(text)["input_ids"])
@@ -114,27 +114,28 @@ def test_conversations_go_on() -> None:
 
 def test_conversations_are_bounded() -> None:
     """The oldest goes, by number and by characters."""
-    kept = Conversations()
+    conversations = Conversations()
     small = ResponsesRequest.model_validate({"input": "a"}).after([])
     for number in range(300):
-        kept.keep("me", small, str(number), [])
-    assert len(kept.find("me", "299")) == 1
+        conversations.keep("me", small, str(number), [])
+    assert len(conversations.find("me", "299")) == 1
     with pytest.raises(Exception, match="no response"):
-        kept.find("me", "9")
+        conversations.find("me", "9")
     large = ResponsesRequest.model_validate({"input": "a" * 2**24}).after([])
-    kept.keep("me", large, "large", [])
-    assert kept.find("me", "large")
+    conversations.keep("me", large, "large", [])
+    assert conversations.find("me", "large")
     with pytest.raises(Exception, match="no response"):
-        kept.find("me", "299")
+        conversations.find("me", "299")
 
 
 def test_forms_of_text() -> None:
     schema = {"type": "object", "properties": {"a": {"enum": [5]}}, "required": ["a"], "additionalProperties": False}
     form = {"type": "json_schema", "name": "s", "schema": schema, "strict": True}
     with asking(app()) as c:
-        found = c.post(PATH, json={"input": "x", "text": {"format": form}, "max_output_tokens": 60, "seed": 1}).json()
-    assert json.loads(found["output"][0]["content"][0]["text"]) == {"a": 5}
-    assert found["status"] == "completed"
+        body = {"input": "x", "text": {"format": form}, "max_output_tokens": 60, "seed": 1}
+        response = c.post(PATH, json=body).json()
+    assert json.loads(response["output"][0]["content"][0]["text"]) == {"a": 5}
+    assert response["status"] == "completed"
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
@@ -154,6 +155,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("body", "param"), WRONG)
 def test_what_is_refused(body: dict[str, Any], param: str) -> None:
     with asking(app()) as c:
-        found = c.post(PATH, json=body)
-    assert found.status_code == 400, found.text
-    assert str(found.json()["error"]["param"]).startswith(param), found.text
+        response = c.post(PATH, json=body)
+    assert response.status_code == 400, response.text
+    assert str(response.json()["error"]["param"]).startswith(param), response.text

@@ -14,12 +14,12 @@ from tests.generator.test_tokenizers import KINDS, kinds
 
 def answered(tokenizer: Any, ids: list[int], kind: Any, **request: Any) -> Any:
     """The log-probabilities of an answer with these ids, each with itself, an end token and 5 as the likeliest."""
-    made, scorer = Answer(kind(**request), "model", 1), Scorer(tokenizer)
+    answer, scorer = Answer(kind(**request), "model", 1), Scorer(tokenizer)
     for token in ids:
         likeliest = TopTokens([token, tokenizer.eos_token_id, 5], [-0.5, -1.0, -2.0])
         scores = [scorer.score_of(Step(token, log_prob=-0.5, top=likeliest))]
-        made.take(0, TextDelta(0, "", 1, "stop" if token == ids[-1] else None, scores=scores))
-    return made.whole()["choices"][0]["logprobs"]
+        answer.take(0, TextDelta(0, "", 1, "stop" if token == ids[-1] else None, scores=scores))
+    return answer.whole()["choices"][0]["logprobs"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -28,13 +28,14 @@ def test_clients_join_bytes(kind: str) -> None:
     tokenizer = kinds()[kind]
     ids = tokenizer("the 日本 fox กข", add_special_tokens=False)["input_ids"]
     messages = [{"role": "user", "content": "?"}]
-    found = answered(tokenizer, ids, ChatRequest, model="model", messages=messages, logprobs=True, top_logprobs=3)
-    joined = b"".join(bytes(one["bytes"] or ()) for one in found["content"])
+    scores = answered(tokenizer, ids, ChatRequest, model="model", messages=messages, logprobs=True, top_logprobs=3)
+    joined = b"".join(bytes(score["bytes"] or ()) for score in scores["content"])
     assert joined.decode() == decode(tokenizer, ids)
-    for one in found["content"]:
-        assert one["top_logprobs"][0]["token"] == one["token"]
-        assert one["top_logprobs"][1]["bytes"] is None  # the end token is no text
-        assert one["bytes"] is None or one["token"].startswith("bytes:") or one["token"].encode() == bytes(one["bytes"])
+    for score in scores["content"]:
+        assert score["top_logprobs"][0]["token"] == score["token"]
+        assert score["top_logprobs"][1]["bytes"] is None  # the end token is no text
+        text, data = score["token"], score["bytes"]
+        assert data is None or text.startswith("bytes:") or text.encode() == bytes(data)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -42,20 +43,20 @@ def test_offsets_index_into_the_answer(kind: str) -> None:
     """Each token's text stands at its offset; a part of a character has the offset of the character."""
     tokenizer = kinds()[kind]
     ids = tokenizer("the 日本 fox กข a", add_special_tokens=False)["input_ids"]
-    found = answered(tokenizer, ids, CompletionRequest, model="model", prompt="?", logprobs=3)
+    scores = answered(tokenizer, ids, CompletionRequest, model="model", prompt="?", logprobs=3)
     whole = decode(tokenizer, ids)
-    for text, offset in zip(found["tokens"], found["text_offset"], strict=True):
+    for text, offset in zip(scores["tokens"], scores["text_offset"], strict=True):
         assert text.startswith("bytes:") or whole[offset:].startswith(text)
         assert 0 <= offset <= len(whole)
-    assert found["text_offset"] == sorted(found["text_offset"])
+    assert scores["text_offset"] == sorted(scores["text_offset"])
 
 
 def test_tokens_of_one_text_have_keys_of_their_own() -> None:
     """The less likely one has its number. (It replaced the likelier one.)"""
     tokenizer, scorer = kinds()["prefix"], Scorer(kinds()["prefix"])
-    made = Answer(CompletionRequest(model="model", prompt="?", logprobs=3), "model", 1)
+    answer = Answer(CompletionRequest(model="model", prompt="?", logprobs=3), "model", 1)
     word, also = tokenizer.convert_tokens_to_ids(["a", "\u2581a"])
     scores = [scorer.score_of(Step(word, log_prob=-0.5, top=TopTokens([also, word], [-0.25, -0.5])))]
-    made.take(0, TextDelta(0, "a", 1, "stop", scores=scores))
-    [top] = made.whole()["choices"][0]["logprobs"]["top_logprobs"]
+    answer.take(0, TextDelta(0, "a", 1, "stop", scores=scores))
+    [top] = answer.whole()["choices"][0]["logprobs"]["top_logprobs"]
     assert top == {"a": -0.25, f"token_id:{word}": -0.5}

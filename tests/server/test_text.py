@@ -37,7 +37,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 QUICK = ("greedy", "warped", "presence", "stop", "beams", "regex")
 
 
-def asked(**fields: Any) -> dict[str, Any]:
+def request(**fields: Any) -> dict[str, Any]:
     return {"prompt": PROMPT, "max_tokens": 20, **fields}
 
 
@@ -46,33 +46,33 @@ def asked(**fields: Any) -> dict[str, Any]:
 )
 def test_every_draft_with_every_option(name: str) -> None:
     """No draft changes a text, whole or streamed (elsewhere a penalty beside a draft ends the process)."""
-    found = set()
+    outcomes = set()
     for draft in DRAFTS if name != "block" else ["none"]:  # block sampling keeps the law, not the text
         with asking(app(model_of(draft))) as c:
-            [choice] = c.complete(**asked(**OPTIONS[name]))["choices"]
-            stream = c.complete(**asked(**OPTIONS[name], stream=True))
+            [choice] = c.complete(**request(**OPTIONS[name]))["choices"]
+            stream = c.complete(**request(**OPTIONS[name], stream=True))
         assert stream.pop() == "[DONE]", stream
         assert "".join(event["choices"][0]["text"] for event in stream) == choice["text"]
         assert [event["choices"][0]["finish_reason"] for event in stream][-1] == choice["finish_reason"]
-        found.add((choice["text"], choice["finish_reason"]))
-    assert len(found) == 1
+        outcomes.add((choice["text"], choice["finish_reason"]))
+    assert len(outcomes) == 1
 
 
 def test_contrastive_search_goes_without_the_draft() -> None:
     """It takes none; the request need not know."""
     with asking(app(model_of("model"))) as c:
-        found = c.complete(**asked(penalty_alpha=0.6, top_k=4, return_metrics=True))
-    assert found["choices"][0]["text"]
-    assert found["metrics"]["speculative_decoding"]["num_draft_tokens"] == 0
+        answer = c.complete(**request(penalty_alpha=0.6, top_k=4, return_metrics=True))
+    assert answer["choices"][0]["text"]
+    assert answer["metrics"]["speculative_decoding"]["num_draft_tokens"] == 0
 
 
 def test_several_prompts_and_choices() -> None:
     """Choices are numbered prompt by prompt; ids and texts are the same prompt; each text is as alone."""
     ids = TOKENIZER("zzz")["input_ids"]
     with asking(app()) as c:
-        many = c.complete(**asked(prompt=["abc", "zzz"], n=2, seed=1))
-        alone = c.complete(**asked(prompt=ids, n=2, seed=1))
-        stream = c.complete(**asked(prompt=["abc", "zzz"], n=2, seed=1, stream=True))
+        many = c.complete(**request(prompt=["abc", "zzz"], n=2, seed=1))
+        alone = c.complete(**request(prompt=ids, n=2, seed=1))
+        stream = c.complete(**request(prompt=["abc", "zzz"], n=2, seed=1, stream=True))
     texts = [choice["text"] for choice in many["choices"]]
     assert [choice["index"] for choice in many["choices"]] == [0, 1, 2, 3]
     assert texts[2:] == [choice["text"] for choice in alone["choices"]]
@@ -92,7 +92,7 @@ def test_every_choice_has_its_own_finish_reason(how: dict[str, Any]) -> None:
     stops = ["p", ":", "a", "e"]
     fields = {"max_tokens": 12, "ignore_eos": True, "stop": stops, "include_stop_str_in_output": True, **how}
     with asking(app()) as c:
-        choices = c.complete(**asked(**fields))["choices"]
+        choices = c.complete(**request(**fields))["choices"]
     right = ["stop" if any(stop in choice["text"] for stop in stops) else "length" for choice in choices]
     assert [choice["finish_reason"] for choice in choices] == right
     assert len({*right}) == 2
@@ -107,11 +107,11 @@ def test_chat() -> None:
     plain = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
     prompt = TOKENIZER.apply_chat_template(plain, add_generation_prompt=True, tokenize=False)
     with asking(app()) as c:
-        sent = {"messages": messages, "seed": 1}
-        chat = c.post("/v1/chat/completions", json={**sent, "max_tokens": 9}).json()
-        text = c.complete(**asked(prompt=prompt, seed=1, max_tokens=9))
-        sent |= {"max_completion_tokens": 9, "stream": True, "stream_options": {"include_usage": True}}
-        stream = events(c.post("/v1/chat/completions", json=sent).text)
+        body = {"messages": messages, "seed": 1}
+        chat = c.post("/v1/chat/completions", json={**body, "max_tokens": 9}).json()
+        text = c.complete(**request(prompt=prompt, seed=1, max_tokens=9))
+        body |= {"max_completion_tokens": 9, "stream": True, "stream_options": {"include_usage": True}}
+        stream = events(c.post("/v1/chat/completions", json=body).text)
     assert chat["choices"][0]["message"]["content"] == text["choices"][0]["text"]
     assert chat["usage"]["prompt_tokens"] == len(TOKENIZER(prompt)["input_ids"])
     deltas = [event["choices"][0]["delta"] for event in stream[:-2]]
@@ -128,7 +128,7 @@ def test_usage_as_it_grows() -> None:
     with asking(app()) as c:
         options = {"include_usage": True, "continuous_usage_stats": True}
         nothing = dict.fromkeys(("stop", "n", "echo", "logprobs", "top_p", "tools", "user", "response_format"))
-        body = asked(stream=True, stream_options=options, ignore_eos=True, **nothing)
+        body = request(stream=True, stream_options=options, ignore_eos=True, **nothing)
         counts = [event["usage"]["completion_tokens"] for event in c.complete(**body)[:-1]]
     assert counts == sorted(counts)
     assert 0 < counts[0] < counts[-1] == 20
@@ -142,13 +142,13 @@ def test_stop_texts_end_and_are_cut() -> None:
     stop = next(whole[i : i + 3] for i in range(8, 30) if whole[i : i + 3].isascii())
 
     with asking(app(model)) as c:
-        cut, kept = (
-            c.complete(**asked(seed=2, max_tokens=40, stop=stop, include_stop_str_in_output=whole))["choices"][0]
+        cut, whole_stop = (
+            c.complete(**request(seed=2, max_tokens=40, stop=stop, include_stop_str_in_output=whole))["choices"][0]
             for whole in (False, True)
         )
     assert cut["text"] == whole[: whole.index(stop)]
-    assert kept["text"] == whole[: whole.index(stop) + len(stop)]
-    assert cut["finish_reason"] == kept["finish_reason"] == "stop"
+    assert whole_stop["text"] == whole[: whole.index(stop) + len(stop)]
+    assert cut["finish_reason"] == whole_stop["finish_reason"] == "stop"
 
 
 def test_a_models_own_ends() -> None:
@@ -158,34 +158,34 @@ def test_a_models_own_ends() -> None:
     """
     [end] = TOKENIZER.encode("!")
     with asking(app(text_model(draft="none", eos_token_id=end))) as c:
-        [choice] = c.complete(**asked(guided_regex="[01]{3}"))["choices"]
+        [choice] = c.complete(**request(guided_regex="[01]{3}"))["choices"]
     assert (choice["text"][3:], choice["finish_reason"]) == ("!", "stop")
     with asking(app(model_of("none"))) as c:
-        whole = c.complete(**asked(temperature=0))["choices"][0]["text"]
+        whole = c.complete(**request(temperature=0))["choices"][0]["text"]
     stop = next(letter for letter in whole[3:] if letter.isprintable() and letter != "\ufffd")
-    for kept in (False, True):
+    for keeps in (False, True):
         with asking(app(text_model(draft="none", stop_strings=stop))) as c:
-            [choice] = c.complete(**asked(temperature=0, include_stop_str_in_output=kept))["choices"]
-        assert (choice["text"], choice["finish_reason"]) == (whole[: whole.index(stop) + kept], "stop")
+            [choice] = c.complete(**request(temperature=0, include_stop_str_in_output=keeps))["choices"]
+        assert (choice["text"], choice["finish_reason"]) == (whole[: whole.index(stop) + keeps], "stop")
 
 
 def test_a_request_wins_over_the_model() -> None:
     """Its penalty was that of the checkpoint, where that has one; one of 1, which is none, too."""
-    found = []
+    answers = []
     for model in (model_of("none"), text_model(draft="none", repetition_penalty=9.0)):
         with asking(app(model)) as c:
-            own = [c.complete(**asked(temperature=0, repetition_penalty=penalty))["choices"] for penalty in (1.0, 1.3)]
-            found.append(own)
-            inherited = c.complete(**asked(temperature=0))["choices"]
-    assert found[0] == found[1]
-    assert inherited not in found[1]
+            bodies = [request(temperature=0, repetition_penalty=penalty) for penalty in (1.0, 1.3)]
+            answers.append([c.complete(**body)["choices"] for body in bodies])
+            inherited = c.complete(**request(temperature=0))["choices"]
+    assert answers[0] == answers[1]
+    assert inherited not in answers[1]
 
 
 def test_a_form_needs_an_end() -> None:
     """Its text has one with `stop_token_ids`. (It was filled up with end tokens.)"""
     with asking(app(model_of("none"))) as c:
-        fault = c.complete(**asked(guided_regex="[01]{3}", ignore_eos=True))["error"]
-        [choice] = c.complete(**asked(guided_regex="[01]{3}", ignore_eos=True, stop_token_ids=[2]))["choices"]
+        fault = c.complete(**request(guided_regex="[01]{3}", ignore_eos=True))["error"]
+        [choice] = c.complete(**request(guided_regex="[01]{3}", ignore_eos=True, stop_token_ids=[2]))["choices"]
     assert fault["param"] == "ignore_eos"
     assert (len(choice["text"]), choice["finish_reason"]) == (3, "stop")
 
@@ -197,9 +197,9 @@ def test_stop_token_ids_end_a_text() -> None:
     [new] = model.generator.generate([ids], max_new_tokens=20, do_sample=True, top_k=0, seed=9).new_tokens()
     for ignore_eos in (False, True):
         with asking(app(model)) as c:
-            found = c.complete(**asked(seed=9, stop_token_ids=[new[5]], ignore_eos=ignore_eos))
-        assert found["usage"]["completion_tokens"] == new.index(new[5]) + 1
-        assert found["choices"][0]["finish_reason"] == "stop"
+            answer = c.complete(**request(seed=9, stop_token_ids=[new[5]], ignore_eos=ignore_eos))
+        assert answer["usage"]["completion_tokens"] == new.index(new[5]) + 1
+        assert answer["choices"][0]["finish_reason"] == "stop"
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -208,12 +208,12 @@ def test_log_probabilities(stream: bool) -> None:
 
     def ask(path: str, **body: Any) -> Any:
         with asking(app(model_of("model"))) as c:
-            found = c.post(path, json={**body, "max_tokens": 8, "seed": 1, "stream": stream, "ignore_eos": True})
-        return [e["choices"][0] for e in events(found.text)[:-1]] if stream else [found.json()["choices"][0]]
+            answer = c.post(path, json={**body, "max_tokens": 8, "seed": 1, "stream": stream, "ignore_eos": True})
+        return [e["choices"][0] for e in events(answer.text)[:-1]] if stream else [answer.json()["choices"][0]]
 
     text = [one["logprobs"] for one in ask("/v1/completions", prompt="abc", logprobs=3)]
-    said = [one for part in text for one in part["tokens"]]
-    assert len(said) == 8
+    tokens = [one for part in text for one in part["tokens"]]
+    assert len(tokens) == 8
     assert all(value <= 0 for part in text for value in part["token_logprobs"])
     assert all(len(top) <= 3 for part in text for top in part["top_logprobs"])
     messages = [{"role": "user", "content": "abc"}]
@@ -229,27 +229,27 @@ def test_what_a_draft_did() -> None:
     """Figures on request, spans that spell the text, and counts of a prediction."""
     model = model_of("suffix")
     ids = TOKENIZER(PROMPT)["input_ids"]
-    [known] = model.generator.generate([ids], max_new_tokens=20, do_sample=False, eos_token_id=[]).texts
+    [expected] = model.generator.generate([ids], max_new_tokens=20, do_sample=False, eos_token_id=[]).texts
     with asking(app(model)) as c:
-        body = asked(temperature=0, ignore_eos=True)
-        told = c.complete(**body, return_metrics=True, return_drafted=True)
-        predicted = c.complete(**body, prediction={"type": "content", "content": known}, return_metrics=True)
+        body = request(temperature=0, ignore_eos=True)
+        detailed = c.complete(**body, return_metrics=True, return_drafted=True)
+        predicted = c.complete(**body, prediction={"type": "content", "content": expected}, return_metrics=True)
         quiet = c.complete(**body)
         plain = c.complete(**body, speculate=False, return_metrics=True)
-    figures = told["metrics"]["speculative_decoding"]
+    figures = detailed["metrics"]["speculative_decoding"]
     assert {"mean_acceptance_length", "draft_acceptance_rate", "acceptance_histogram", "num_spec_steps"} <= set(figures)
-    assert "".join(text for text, _ in told["choices"][0]["drafted"]) == told["choices"][0]["text"]
+    assert "".join(text for text, _ in detailed["choices"][0]["drafted"]) == detailed["choices"][0]["text"]
     accepted = predicted["usage"]["completion_tokens_details"]["accepted_prediction_tokens"]
     assert predicted["metrics"]["speculative_decoding"]["num_accepted_draft_tokens"] == accepted > 5
     assert "metrics" not in quiet
     assert plain["metrics"]["speculative_decoding"]["num_draft_tokens"] == 0
-    assert {one["choices"][0]["text"] for one in (told, predicted, quiet, plain)} == {known}
+    assert {one["choices"][0]["text"] for one in (detailed, predicted, quiet, plain)} == {expected}
 
 
 @pytest.mark.parametrize("draft", ["model", "suffix", "none"])
 def test_usage_counts_what_any_draft_brought(draft: str) -> None:
     """Without a prediction too, unless the server tells nothing of drafts. (It was 0 with a draft model.)"""
-    body = asked(temperature=0, ignore_eos=True, speculate=True)
+    body = request(temperature=0, ignore_eos=True, speculate=True)
     with asking(app(model_of(draft))) as c:
         answer = c.complete(**body, return_metrics=True)
     with asking(app(model_of(draft), details=False)) as c:
@@ -264,11 +264,11 @@ def test_usage_counts_what_any_draft_brought(draft: str) -> None:
 def test_chunks_of_equal_size() -> None:
     """`stream_chunk` hides what was accepted: every event has as many tokens, and `include_obfuscation` pads it."""
     with asking(app(model_of("suffix"), stream_chunk=3)) as c:
-        body = asked(temperature=0, stream=True, ignore_eos=True, logprobs=0)
+        body = request(temperature=0, stream=True, ignore_eos=True, logprobs=0)
         body["stream_options"] = {"include_obfuscation": True}
         text = c.post("/v1/completions", json=body).text
-        found, sizes = (events(text), [len(line.encode()) for line in text.split("\n\n") if line.startswith("data: {")])
-    assert [len(event["choices"][0]["logprobs"]["tokens"]) for event in found[:-1]] == [3] * 6 + [2]
+        parts, sizes = (events(text), [len(line.encode()) for line in text.split("\n\n") if line.startswith("data: {")])
+    assert [len(event["choices"][0]["logprobs"]["tokens"]) for event in parts[:-1]] == [3] * 6 + [2]
     assert [size % 128 for size in sizes] == [len("data: ")] * 7
 
 
@@ -277,21 +277,22 @@ def test_scores_of_a_prompt(draft: str) -> None:
     """`echo` with `logprobs` tells the target's own of all its tokens but the first, then those of the answer."""
 
     with asking(app(model_of(draft))) as c:
-        body = asked(echo=True, logprobs=2, temperature=0, max_tokens=4, ignore_eos=True)
+        body = request(echo=True, logprobs=2, temperature=0, max_tokens=4, ignore_eos=True)
         [choice] = c.complete(**body)["choices"]
         parts = [part["choices"][0]["logprobs"] for part in c.complete(**body, stream=True)[:-1]]
     assert choice["text"].startswith(PROMPT)
-    found = choice["logprobs"]
+    logprobs = choice["logprobs"]
     ids = TOKENIZER(choice["text"])["input_ids"]
-    assert found["tokens"] == [TOKENIZER.decode([token]) for token in ids]
-    assert "".join(found["tokens"])[: found["text_offset"][3]] == "".join(found["tokens"][:3])
+    assert logprobs["tokens"] == [TOKENIZER.decode([token]) for token in ids]
+    assert "".join(logprobs["tokens"])[: logprobs["text_offset"][3]] == "".join(logprobs["tokens"][:3])
     with torch.no_grad():
-        own = model_of(draft).generator.target.model(torch.tensor([ids])).logits[0].log_softmax(-1)
-    told = torch.tensor(found["token_logprobs"][1:])
-    torch.testing.assert_close(told, own[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0], rtol=1e-4, atol=1e-4)
-    assert found["token_logprobs"][0] is found["top_logprobs"][0] is None
-    assert all(len(top) <= 2 for top in found["top_logprobs"][1:])
-    assert {name: [one for part in parts for one in part[name]] for name in found} == found
+        expected = model_of(draft).generator.target.model(torch.tensor([ids])).logits[0].log_softmax(-1)
+    values = torch.tensor(logprobs["token_logprobs"][1:])
+    expected = expected[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+    torch.testing.assert_close(values, expected, rtol=1e-4, atol=1e-4)
+    assert logprobs["token_logprobs"][0] is logprobs["top_logprobs"][0] is None
+    assert all(len(top) <= 2 for top in logprobs["top_logprobs"][1:])
+    assert {name: [one for part in parts for one in part[name]] for name in logprobs} == logprobs
     assert len(parts[0]["tokens"]) > len(TOKENIZER(PROMPT)["input_ids"])
 
 
@@ -339,10 +340,10 @@ def test_choices_read_the_prompt_once(dtype: torch.dtype) -> None:
     prompt = "a prompt of more than a block of tokens, which is read by all three choices at once"
     with asking(app(model)) as c:
         usages = [c.complete(prompt=prompt, max_tokens=4, n=3, seed=1)["usage"] for _ in range(2)]
-        found = [usage["prompt_tokens_details"]["cached_tokens"] for usage in usages]
+        counts = [usage["prompt_tokens_details"]["cached_tokens"] for usage in usages]
         metrics = c.get("/metrics").text
-    assert found == [0, usages[0]["prompt_tokens"] - 1]
-    assert f'specdec_prompt_tokens_cached_total{{model="text"}} {sum(found)}.0' in metrics
+    assert counts == [0, usages[0]["prompt_tokens"] - 1]
+    assert f'specdec_prompt_tokens_cached_total{{model="text"}} {sum(counts)}.0' in metrics
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -355,7 +356,7 @@ def test_an_echo_joins_its_answer(kind: str) -> None:
     generator = SpecGenerator(tiny("llama", vocab=len(tokenizer)), tokenizer=tokenizer)
     with asking(app(TextModel("text", generator, context=512))) as c:
         for cut in range(1, len(ids)):
-            body = asked(prompt=ids[:cut], echo=True, temperature=0, max_tokens=2, logit_bias={str(ids[cut]): 100})
+            body = request(prompt=ids[:cut], echo=True, temperature=0, max_tokens=2, logit_bias={str(ids[cut]): 100})
             [plain] = c.complete(**body)["choices"]
             [scored] = c.complete(**body, logprobs=1)["choices"]
             assert plain["text"] == scored["text"] == decode(tokenizer, [*ids[:cut], *[ids[cut]] * 2])

@@ -117,18 +117,19 @@ def test_a_budget_counts_tokens(draft: str) -> None:
 def test_thoughts_before_a_call(size: int) -> None:
     """gpt-oss writes both in channels, of which `content` has neither name nor mark."""
     tool = {"type": "function", "function": {"name": "time"}}
-    asked = ChatRequest.model_validate({"messages": [USER], "tools": [tool], "stream": True})
-    answer = Answer(asked, "m", 1, calls=forms_of("tools <|channel|>", "m"), thinking=thinking_of("<|channel|>"))
+    chat = ChatRequest.model_validate({"messages": [USER], "tools": [tool], "stream": True})
+    answer = Answer(chat, "m", 1, calls=forms_of("tools <|channel|>", "m"), thinking=thinking_of("<|channel|>"))
     answer.take(0, Started(1))
     text = HARMONY.replace("final", "commentary") + (
         "<|end|><|start|>assistant<|channel|>commentary to=functions.time <|constrain|>json<|message|>{}"
     )
     pieces = [text[at : at + size] for at in range(0, len(text), size)]
-    deltas = [TextDelta(0, one, 1, "stop" if at == len(pieces) - 1 else None) for at, one in enumerate(pieces)]
+    deltas = [TextDelta(0, piece, 1, "stop" if at == len(pieces) - 1 else None) for at, piece in enumerate(pieces)]
     choices = [answer.chunk(0, delta)["choices"][0] for delta in deltas]
-    said = {name: "".join(one["delta"].get(name) or "" for one in choices) for name in ("content", "reasoning_content")}
-    assert said == {"content": "2 < 3", "reasoning_content": "Hm.So."}
-    [call] = whole_calls([call for one in choices for call in one["delta"].get("tool_calls", ())])
+    names = ("content", "reasoning_content")
+    texts = {name: "".join(choice["delta"].get(name) or "" for choice in choices) for name in names}
+    assert texts == {"content": "2 < 3", "reasoning_content": "Hm.So."}
+    [call] = whole_calls([call for choice in choices for call in choice["delta"].get("tool_calls", ())])
     assert (call["function"], choices[-1]["finish_reason"]) == ({"name": "time", "arguments": "{}"}, "tool_calls")
 
 
@@ -150,9 +151,9 @@ def test_forms_follow_thoughts() -> None:
 def test_thoughts_go_back_to_the_template() -> None:
     """Clients send an answer back with its thoughts, which the template may show."""
     model = model_of(False)
-    said = {"role": "assistant", "content": "b", "reasoning_content": "a"}
+    message = {"role": "assistant", "content": "b", "reasoning_content": "a"}
     with asking(app(model)) as c:
-        ids = c.post("/tokenize", json={"messages": [USER, said]}).json()["tokens"]
+        ids = c.post("/tokenize", json={"messages": [USER, message]}).json()["tokens"]
     assert model.tokenizer.decode(ids) == "<user>x<assistant><think>a</think>b<a>"
 
 

@@ -42,10 +42,10 @@ CALLS = {  # format -> an answer with two calls (Llama: one)
 
 def template(mark: str) -> str:
     """A chat template with tools, whose calls have a format's mark."""
-    said = "{{ m['content'] }}{% if m.get('tool_calls') %}" + mark + "{{ m['tool_calls'] | tojson }}{% endif %}"
+    message = "{{ m['content'] }}{% if m.get('tool_calls') %}" + mark + "{{ m['tool_calls'] | tojson }}{% endif %}"
     return (
         "{% if tools %}<tools>{{ tools | tojson }}|{% endif %}"
-        "{% for m in messages %}<{{ m['role'] }}{{ m.get('tool_call_id', '') }}>" + said + "|{% endfor %}"
+        "{% for m in messages %}<{{ m['role'] }}{{ m.get('tool_call_id', '') }}>" + message + "|{% endfor %}"
         "{% if add_generation_prompt %}<assistant>{% endif %}"
     )
 
@@ -73,27 +73,27 @@ def ask(model: TextModel, **fields: Any) -> Any:
     """The answer to a chat with two tools."""
     with asking(app(model)) as c:
         body = {"messages": [USER], "tools": [WEATHER, TIME], "max_tokens": 1600, "seed": 3, **fields}
-        found = c.post(CHATS, json=body)
-    assert found.status_code == 200, found.text
-    return found.json()["choices"][0]
+        answer = c.post(CHATS, json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]
 
 
 def fits(call: Any) -> bool:
     """Whether a call keeps to its function's schema."""
-    given = json.loads(call["function"]["arguments"])
+    arguments = json.loads(call["function"]["arguments"])
     if call["function"]["name"] == "time":
-        return bool(given == {})
-    return given["city"] in ("Rome", 'a"}b') and given["days"] in range(10) and len(given) == 2
+        return bool(arguments == {})
+    return arguments["city"] in ("Rome", 'a"}b') and arguments["days"] in range(10) and len(arguments) == 2
 
 
 def test_formats_that_are_not_read() -> None:
     assert forms_of(template(MISTRAL), "m")[0].closing == "]"
-    for text, said in [
+    for text, words in [
         ("{{ tools }}<tool_call>[CALL_ID]", "Mistral Small"),
         ("{{ tools }}", "form"),
         ("", "no tools"),
     ]:
-        with pytest.raises(ApiError, match=said):
+        with pytest.raises(ApiError, match=words):
             forms_of(text, "m")
 
 
@@ -104,8 +104,8 @@ def test_answers_that_must_call(mark: str) -> None:
     assert choice["message"]["content"] is None
     assert choice["finish_reason"] == "tool_calls"
     assert all(fits(call) for call in choice["message"]["tool_calls"])
-    named = {"type": "function", "function": {"name": "time"}}
-    [call] = ask(model_of(mark), tool_choice=named)["message"]["tool_calls"]
+    choice_of_time = {"type": "function", "function": {"name": "time"}}
+    [call] = ask(model_of(mark), tool_choice=choice_of_time)["message"]["tool_calls"]
     assert (call["function"], len(call["id"])) == ({"name": "time", "arguments": "{}"}, 9)
     assert len(ask(model_of(mark), tool_choice="required", parallel_tool_calls=False)["message"]["tool_calls"]) == 1
 
@@ -175,22 +175,24 @@ async def test_a_conversation_with_tools() -> None:
     openai = pytest.importorskip("openai")
     model = model_of(HERMES)
     async with client(app(model)) as c:
-        asked = openai.AsyncOpenAI(base_url="http://127.0.0.1:8000/v1", api_key="none", http_client=c)
+        openai_client = openai.AsyncOpenAI(base_url="http://127.0.0.1:8000/v1", api_key="none", http_client=c)
         how: dict[str, Any] = {"model": "text", "tools": [WEATHER], "seed": 5, "max_tokens": 1600}
-        done = await asked.chat.completions.create(messages=[USER], tool_choice="required", **how)
-        stream = await asked.chat.completions.create(messages=[USER], tool_choice="required", stream=True, **how)
+        done = await openai_client.chat.completions.create(messages=[USER], tool_choice="required", **how)
+        stream = await openai_client.chat.completions.create(
+            messages=[USER], tool_choice="required", stream=True, **how
+        )
         deltas = [chunk.choices[0] async for chunk in stream]
         message = done.choices[0].message
         results = [{"role": "tool", "tool_call_id": call.id, "content": "sunny"} for call in message.tool_calls]
-        said: list[Any] = [USER, message, *results]
-        again = await asked.chat.completions.create(messages=said, **{**how, "max_tokens": 4})
+        messages: list[Any] = [USER, message, *results]
+        again = await openai_client.chat.completions.create(messages=messages, **{**how, "max_tokens": 4})
     calls = [call for delta in deltas for call in delta.delta.tool_calls or ()]
     assert [call.index for call in calls if call.id] == [*range(len(message.tool_calls))]
     assert deltas[-1].finish_reason == done.choices[0].finish_reason == "tool_calls"
     for place, call in enumerate(message.tool_calls):
-        own = [one for one in calls if one.index == place]
-        assert (own[0].function.name, len(own) > 3) == (call.function.name, True)
-        assert "".join(one.function.arguments for one in own) == call.function.arguments
+        parts = [one for one in calls if one.index == place]
+        assert (parts[0].function.name, len(parts) > 3) == (call.function.name, True)
+        assert "".join(one.function.arguments for one in parts) == call.function.arguments
     plain = [{**call.model_dump(), "function": {"name": "weather"}} for call in message.tool_calls]
     for one, call in zip(plain, message.tool_calls, strict=True):
         one["function"]["arguments"] = json.loads(call.function.arguments)
@@ -203,9 +205,11 @@ def test_tools_that_nobody_may_call() -> None:
     """With 'none' the model does not read of them, and the answer is as without."""
     with asking(app(model_of(HERMES))) as c:
         body = {"messages": [USER], "max_tokens": 8, "seed": 1}
-        found = [c.post(CHATS, json={**body, **more}).json() for more in ({}, {"tools": [TIME], "tool_choice": "none"})]
-    assert found[0]["choices"] == found[1]["choices"]
-    assert found[0]["usage"]["prompt_tokens"] == found[1]["usage"]["prompt_tokens"]
+        answers = [
+            c.post(CHATS, json={**body, **more}).json() for more in ({}, {"tools": [TIME], "tool_choice": "none"})
+        ]
+    assert answers[0]["choices"] == answers[1]["choices"]
+    assert answers[0]["usage"]["prompt_tokens"] == answers[1]["usage"]["prompt_tokens"]
 
 
 CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
@@ -238,18 +242,18 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
 def test_arguments_are_an_object() -> None:
     """Also where null would do: such a call was no call, but text."""
     tool = {**TIME, "function": {"name": "time", "parameters": {"type": ["null", "object"], "maxProperties": 0}}}
-    found = ask(model_of(LLAMA), tools=[tool], tool_choice="required")
-    assert [call["function"]["arguments"] for call in found["message"]["tool_calls"]] == ["{}"]
+    choice = ask(model_of(LLAMA), tools=[tool], tool_choice="required")
+    assert [call["function"]["arguments"] for call in choice["message"]["tool_calls"]] == ["{}"]
 
 
 def test_what_is_said_about_tools() -> None:
     with asking(app(model_of(HERMES), limits={"prompt_characters": 200_000})) as c:
-        for fields, param, said in WRONG:
+        for fields, param, words in WRONG:
             body = json.dumps({"messages": [USER], "max_tokens": 4, **fields})
-            found = c.post(CHATS, content=body, headers={"Content-Type": "application/json"})
-            assert found.status_code == 400, (fields, found.text)
-            assert found.json()["error"]["param"] == param, found.text
-            assert said in found.json()["error"]["message"], found.text
+            answer = c.post(CHATS, content=body, headers={"Content-Type": "application/json"})
+            assert answer.status_code == 400, (fields, answer.text)
+            assert answer.json()["error"]["param"] == param, answer.text
+            assert words in answer.json()["error"]["message"], answer.text
     with asking(app()) as c:  # whose template has no tools
         for body in (
             {"messages": [USER], "tools": [TIME]},

@@ -19,25 +19,25 @@ async def test_spans_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     pytest.importorskip("opentelemetry.instrumentation.fastapi")
     exporting = pytest.importorskip("opentelemetry.exporter.otlp.proto.http.trace_exporter")
-    sent = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_exporter").InMemorySpanExporter()
-    monkeypatch.setattr(exporting, "OTLPSpanExporter", lambda: sent)
+    exporter = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_exporter").InMemorySpanExporter()
+    monkeypatch.setattr(exporting, "OTLPSpanExporter", lambda: exporter)
     monkeypatch.setenv(COLLECTOR[0], "http://127.0.0.1:1")
     monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment=test")
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "600000")  # milliseconds: until the end
     application = app()
     trace(application)
-    asked = {"prompt": "secret words", "max_tokens": 4, "stream": True}
+    body = {"prompt": "secret words", "max_tokens": 4, "stream": True}
     parent = {"traceparent": f"00-{CALLER}-b7ad6b7169203331-01"}
     to = httpx.ASGITransport(application)
     async with (
         application.router.lifespan_context(application),
         httpx.AsyncClient(transport=to, base_url="http://localhost") as client,
     ):
-        assert (await client.post("/v1/completions", json=asked, headers=parent)).status_code == 200
+        assert (await client.post("/v1/completions", json=body, headers=parent)).status_code == 200
         assert (await client.get("/ready")).status_code == 200  # which makes none
         assert (await client.post("/v1/chat/completions", json={"messages": []})).status_code == 400
-        assert sent.get_finished_spans() == ()
-    [span, last] = sent.get_finished_spans()
+        assert exporter.get_finished_spans() == ()
+    [span, last] = exporter.get_finished_spans()
     assert (span.name, span.kind.name) == ("POST /v1/completions", "SERVER")
     assert f"{span.context.trace_id:032x}" == CALLER
     assert [span.attributes[f"http.{name}"] for name in ("route", "status_code")] == ["/v1/completions", 200]

@@ -48,14 +48,14 @@ async def test_every_route_is_closed(key_file: Path) -> None:
     application = app(api_key_file=key_file)
     routes: list[Any] = [route for router in ROUTERS for route in router.routes]
     paths = {route.path for route in routes}
-    assert {found for route in application.routes if (found := getattr(route, "path", None))} <= paths
+    assert {path_of_route for route in application.routes if (path_of_route := getattr(route, "path", None))} <= paths
     open_paths = {route.path for route in routes if isinstance(route, PublicRoute)}
     assert open_paths == {"/health", "/ready", "/", "/page/app.js", "/page/style.css"}
     async with client(application) as c:
         for method, route in ((method, one) for one in routes for method in one.methods):
             path = route.path.replace("{name:path}", "text")
-            found = await c.request(method, path, json=BODY if method == "POST" else None)
-            assert found.status_code == (200 if path in open_paths else 401), path
+            path_of_route = await c.request(method, path, json=BODY if method == "POST" else None)
+            assert path_of_route.status_code == (200 if path in open_paths else 401), path
         ways = ("//v1/models", "/v1/models/", "/V1/models", "/v1/./models", "/health/../v1/models", "/v1%2fmodels")
         for path in ways:
             assert (await c.get(path)).status_code in (401, 404), path
@@ -72,27 +72,27 @@ def test_keys(key_file: Path, caplog: pytest.LogCaptureFixture) -> None:
 
     with asking(app(api_key_file=key_file)) as c:
 
-        def found(*given: str) -> list[int]:
-            return [c.get("/v1/models", headers={"Authorization": one}).status_code for one in given]
+        def codes(*headers: str) -> list[int]:
+            return [c.get("/v1/models", headers={"Authorization": one}).status_code for one in headers]
 
         old, other, new = (f"Bearer {key}" for key in (KEY, OTHER_KEY, third))
-        assert found(old, other) == [200, 200]
+        assert codes(old, other) == [200, 200]
         wrong = ("", "Bearer", "Bearer ", f"Basic {KEY}", KEY, f"{old}x", old[:-1], "Bearer x y")
-        assert {*found(*wrong)} == {401}
+        assert {*codes(*wrong)} == {401}
         key_file.write_text(f"new: {third}\n")
-        assert found(old, new) == [401, 200]
-        for broken, said in ((f"{KEY}\nshort", "line 2 is shorter"), ("", "has no key"), (None, "cannot be read")):
+        assert codes(old, new) == [401, 200]
+        for broken, words in ((f"{KEY}\nshort", "line 2 is shorter"), ("", "has no key"), (None, "cannot be read")):
             caplog.clear()
             key_file.unlink() if broken is None else key_file.write_text(broken)
-            assert found(new, new) == [401, 401]
-            assert [said in line.message for line in caplog.records if line.levelname == "ERROR"] == [True]
-            assert found(old) == [200 if broken and KEY in broken else 401]
+            assert codes(new, new) == [401, 401]
+            assert [words in line.message for line in caplog.records if line.levelname == "ERROR"] == [True]
+            assert codes(old) == [200 if broken and KEY in broken else 401]
         key_file.write_text(third)
-        assert found(new) == [200]
+        assert codes(new) == [200]
 
 
 @pytest.fixture
-def held(tmp_path: Path) -> Callable[[str], Keys]:
+def keys_of(tmp_path: Path) -> Callable[[str], Keys]:
     """The keys of a file with this text."""
 
     def read(text: str) -> Keys:
@@ -102,13 +102,13 @@ def held(tmp_path: Path) -> Callable[[str], Keys]:
     return read
 
 
-def test_lines_of_keys(held: Callable[[str], Keys]) -> None:
+def test_lines_of_keys(keys_of: Callable[[str], Keys]) -> None:
     """Two keys of one name are both valid (the first was dropped), and a key keeps its colons (it lost its head).
 
     A byte order mark, which editors write, is no part of the first one.
     """
     old, new, colons = "the-old-key-of-alice", "the-new-key-of-alice", "ab:cdefghijklmnopqrstuvwx"
-    keys = held(f"\ufeffalice: {old}\nalice:  {new}\n{colons}\nbob: {colons}y\n")
+    keys = keys_of(f"\ufeffalice: {old}\nalice:  {new}\n{colons}\nbob: {colons}y\n")
     assert [keys.name(key) for key in (old, new, colons, f"{colons}y")] == ["alice", "alice", "key-3", "bob"]
     assert keys.name(colons.partition(":")[2]) is None
 
@@ -130,10 +130,10 @@ WRONG_KEYS = {
 
 
 @pytest.mark.parametrize("text", WRONG_KEYS)
-def test_wrong_files_of_keys(text: str, held: Callable[[str], Keys]) -> None:
+def test_wrong_files_of_keys(text: str, keys_of: Callable[[str], Keys]) -> None:
     """A key that was never valid, one with two names, two clients that were one: each is said, and none is served."""
     with pytest.raises(OptionError, match=f"`api_key_file`.*{WRONG_KEYS[text]}"):
-        held(text)
+        keys_of(text)
     with pytest.raises(OptionError, match="`api_key_file`"):
         Keys(Path("/no/such/file"))
 
@@ -141,10 +141,10 @@ def test_wrong_files_of_keys(text: str, held: Callable[[str], Keys]) -> None:
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
 def test_a_pipe_is_no_key_file(key_file: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Reading it stopped the event loop for good."""
-    held = Keys(key_file)
+    keys = Keys(key_file)
     key_file.unlink()
     os.mkfifo(key_file)
-    assert held.name(KEY) is None
+    assert keys.name(KEY) is None
     assert [one.levelname for one in caplog.records if "no regular file" in one.getMessage()] == ["ERROR"]
     with pytest.raises(OptionError, match="no regular file"):
         Keys(key_file)
@@ -163,8 +163,8 @@ def test_other_machines_need_keys(key_file: Path) -> None:
 
 async def test_nothing_is_read_without_a_key(key_file: Path) -> None:
     """A stranger's body is not even received."""
-    found = await posted(app(api_key_file=key_file), None, chunks=[b"{"] * 50)
-    assert (found.status, found.received) == (401, 0)
+    answer = await posted(app(api_key_file=key_file), None, chunks=[b"{"] * 50)
+    assert (answer.status, answer.received) == (401, 0)
 
 
 def test_large_headers() -> None:
@@ -188,9 +188,9 @@ async def test_large_bodies() -> None:
 @pytest.mark.parametrize("kind", ["", "text/plain", "multipart/x", "multipart/form-data; boundary=x"])
 async def test_bodies_of_another_kind(kind: str) -> None:
     """A 415 names the header, and nothing is read. (Of a form as much was read as a recording may have, 25 MiB.)"""
-    found = await posted(app(), None, chunks=[b"{"] * 9, content_type=kind)
-    assert (found.status, found.received) == (415, 0)
-    error = json.loads(found.body)["error"]
+    answer = await posted(app(), None, chunks=[b"{"] * 9, content_type=kind)
+    assert (answer.status, answer.received) == (415, 0)
+    error = json.loads(answer.body)["error"]
     assert error["param"] == "Content-Type"
     assert "`Content-Type: application/json`" in error["message"]
 
@@ -216,11 +216,11 @@ def test_other_sites_are_kept_out() -> None:
             {"Origin": "http://127.0.0.1:8000"},
             {"Host": "localhost:8000", "Origin": "http://localhost:8000"},
         ]
-        found = [c.post("/v1/completions", json=BODY, headers=head).status_code for head in heads]
+        codes = [c.post("/v1/completions", json=BODY, headers=head).status_code for head in heads]
         plain = c.post("/v1/completions", content=json.dumps(BODY), headers={"Content-Type": "text/plain"})
         preflight = c.request("OPTIONS", "/v1/completions", headers={"Origin": "https://evil.example"})
         assert "access-control-allow-origin" not in preflight.headers
-    assert [*found, plain.status_code] == [421, *[403] * 12, *[200] * 7, 415]
+    assert [*codes, plain.status_code] == [421, *[403] * 12, *[200] * 7, 415]
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -235,12 +235,12 @@ async def test_clients_that_leave(stream: bool) -> None:
     state = application.state.server
     engine = model.generator.engine
     for _ in range(3):
-        gone = asyncio.Event()
-        asked = posted(application, long, leave=gone)
+        leave = asyncio.Event()
+        task = posted(application, long, leave=leave)
         await until(lambda: engine.running)
         reached = max(len(row.tokens) for row in list(engine.running) or [engine])  # type: ignore[arg-type]
-        gone.set()
-        await asked
+        leave.set()
+        await task
         await idle(model)
         assert state.hosts["text"].load.running == 0
         assert reached < 450
@@ -252,18 +252,18 @@ async def test_clients_that_leave(stream: bool) -> None:
 
 async def test_leaving_while_waiting() -> None:
     """A client that gives up in the queue leaves no trace, and those behind it move up."""
-    application, gone = app(limits={"running": 1, "waiting": 2}), asyncio.Event()
+    application, leave = app(limits={"running": 1, "waiting": 2}), asyncio.Event()
     first, turns = posted(application, {**BODY, "max_tokens": 300, "ignore_eos": True}), turns_of(application)
     await until(lambda: turns.running)
-    second, third = posted(application, BODY, leave=gone), posted(application, BODY)
+    second, third = posted(application, BODY, leave=leave), posted(application, BODY)
     await until(lambda: turns.waiting >= 2)
     refused = await posted(application, BODY)
     assert refused.headers["retry-after"]
-    gone.set()
+    leave.set()
     await second
     assert turns.waiting <= 1
-    found = [(await one).status for one in (first, third)]
-    assert [*found, refused.status, turns.running, turns.waiting] == [200, 200, 429, 0, 0]
+    codes = [(await task).status for task in (first, third)]
+    assert [*codes, refused.status, turns.running, turns.waiting] == [200, 200, 429, 0, 0]
 
 
 async def test_stuck_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,13 +273,13 @@ async def test_stuck_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specdec.server.models._PATIENCE", 0.3)
     application = app(model)
     async with client(application) as c:
-        found = [(await c.get(path)).status_code for path in ("/health", "/ready")]
+        codes = [(await c.get(path)).status_code for path in ("/health", "/ready")]
         wait.set()
-        found.append((await c.get("/ready")).status_code)
+        codes.append((await c.get("/ready")).status_code)
         state_of(application).draining = True
-        found.append((await c.get("/ready")).status_code)
+        codes.append((await c.get("/ready")).status_code)
         refused = await c.post("/v1/completions", json=BODY)
-    assert [*found, refused.status_code] == [200, 503, 200, 503, 503]
+    assert [*codes, refused.status_code] == [200, 503, 200, 503, 503]
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -319,30 +319,30 @@ async def test_requests_that_take_too_long() -> None:
 
 async def test_a_closed_model_tells_its_clients() -> None:
     """A stream that it cut ends with an error. (It just ended, as if its client had left.)"""
-    model, found = text_model(draft="none"), Answered()
+    model, answer = text_model(draft="none"), Answered()
     long = {"prompt": "abc", "max_tokens": 500, "ignore_eos": True, "stream": True}
-    asked = posted(app(model), long, found=found)
-    await until(lambda: b"data" in found.body)
+    task = posted(app(model), long, answer=answer)
+    await until(lambda: b"data" in answer.body)
     await asyncio.to_thread(model.generator.close)
-    assert events((await asked).body.decode())[-1]["error"]["code"] == "unavailable"
+    assert events((await task).body.decode())[-1]["error"]["code"] == "unavailable"
 
 
 def test_prompts_are_not_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     """Nor are answers, unknown paths or queries; the id of the request and the size of its answer are."""
     with caplog.at_level(logging.INFO, "specdec.server"), asking(app(), **{"x-request-id": "id-1"}) as c:
-        found = c.post("/v1/completions?secret=1", json={**BODY, "prompt": "a secret prompt"})
-        assert found.headers["x-request-id"] == "id-1"
+        answer = c.post("/v1/completions?secret=1", json={**BODY, "prompt": "a secret prompt"})
+        assert answer.headers["x-request-id"] == "id-1"
         c.get("/a-secret-path")
         odd = c.get("/health", headers={"x-request-id": "a b\tc"})
         assert odd.headers["x-request-id"] != "a b\tc"
-    assert [facts_of(caplog)[0][name] for name in ("request_id", "bytes")] == ["id-1", len(found.content)]
+    assert [facts_of(caplog)[0][name] for name in ("request_id", "bytes")] == ["id-1", len(answer.content)]
     assert "secret" not in caplog.text
 
 
 def test_the_example_is_understood() -> None:
     """`configs/serve.yaml` holds no key that nobody reads."""
-    found = read_settings(read_yaml(Path(__file__).parents[2] / "configs" / "serve.yaml"))
-    assert [model.name for model in found.models] == ["python-code", "python-summary", "speech"]
+    settings_of_file = read_settings(read_yaml(Path(__file__).parents[2] / "configs" / "serve.yaml"))
+    assert [model.name for model in settings_of_file.models] == ["python-code", "python-summary", "speech"]
 
 
 MODEL = {"name": "a", "target": "x"}
