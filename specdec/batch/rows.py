@@ -82,20 +82,14 @@ def _lines(path: Path) -> Iterator[bytes]:
         yield from (line for line in file if line.strip())
 
 
-def pyarrow_module() -> Any:
-    """pyarrow; raises SpecdecError where it is missing."""
+def _parquet(path: Path) -> ParquetFile:
+    """Opens a Parquet file; raises OptionError for another format, SpecdecError without pyarrow."""
     try:
         import pyarrow
-        import pyarrow.parquet
+        from pyarrow.parquet import ParquetFile
     except ImportError:
         raise SpecdecError("Parquet needs pyarrow: pip install -e '.[parquet]'") from None
-    return pyarrow
-
-
-def _parquet(path: Path) -> ParquetFile:
-    """Opens a Parquet file; raises OptionError for another format."""
-    arrow = pyarrow_module()
     try:
-        return arrow.parquet.ParquetFile(path)
-    except arrow.ArrowInvalid as error:
+        return ParquetFile(path)
+    except pyarrow.ArrowInvalid as error:
         raise OptionError(f"{path} is no Parquet file ({error}): check the name") from None

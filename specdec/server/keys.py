@@ -25,30 +25,23 @@ class Keys:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._stamp = self._stat()
         self._names, faults = self._read()
         if faults:
             raise OptionError(f"`api_key_file`: {faults[0]}")
 
     def name(self, key: str) -> str | None:
-        """The name of a key, None for an unknown one; compares all keys, for constant time."""
-        self._refresh()
-        digest, match = _digest(key), None
-        for stored, name in self._names.items():
-            if hmac.compare_digest(digest, stored):
-                match = name
-        return match
+        """The name of a key, None for an unknown one; compares all keys, for constant time.
 
-    def _refresh(self) -> None:
-        """Reads a changed file. Invalid lines are logged and allow nothing: a revoked key must not stay valid."""
-        stamp = self._stat()
-        if stamp == self._stamp:
-            return
-        self._stamp = stamp
-        self._names, faults = self._read()
-        for fault in faults:
-            LOG.error("`api_key_file`: %s", fault)
-        LOG.info("%s was read again: %d keys", self._path, len(self._names))
+        Reads a changed file first. Invalid lines are logged and allow nothing: a revoked key must not stay valid.
+        """
+        if self._stat() != self._stamp:
+            self._names, faults = self._read()
+            for fault in faults:
+                LOG.error("`api_key_file`: %s", fault)
+            LOG.info("%s was read again: %d keys", self._path, len(self._names))
+        digest = _digest(key)
+        names = [name for stored, name in self._names.items() if hmac.compare_digest(digest, stored)]
+        return names[0] if names else None
 
     def _stat(self) -> tuple[int, ...] | None:
         """What changes with the file, its mode included; None without a file."""
@@ -60,6 +53,7 @@ class Keys:
 
     def _read(self) -> tuple[dict[bytes, str], list[str]]:
         """Names by digest of the valid keys, and the errors of the file."""
+        self._stamp = self._stat()
         try:
             if self._path.exists() and not self._path.is_file():  # reading a pipe may block
                 raise OSError("it is no regular file")

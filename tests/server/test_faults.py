@@ -335,9 +335,9 @@ MANY: list[tuple[str, dict[str, Any], str]] = [
 def test_many_faults_take_no_time(path: str, body: dict[str, Any], place: str) -> None:
     """The event loop stood still for 25 s over 40,000 wrong tokens: each fault was compared with all others."""
     with asking(app()) as c:
-        content, began = json.dumps(body), time.monotonic()
+        content, began = json.dumps(body), time.process_time()
         answer = c.post(path, content=content, headers=JSON)
-        seconds = time.monotonic() - began
+        seconds = time.process_time() - began
     assert answer.status_code == 400
     assert answer.json()["error"]["param"].startswith(place)
     assert seconds < 2
