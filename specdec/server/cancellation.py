@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractAsyncContextManager, aclosing, closing
+from contextlib import AbstractAsyncContextManager, closing
 from typing import Any, TypeVar
 
 from specdec.errors import CancelledError
 from specdec.server.errors import ApiError
 
 T = TypeVar("T")
+Put = Callable[[T], None]
+"""Hands an item of a request's work to whoever reads it."""
+Work = Callable[[Put[T]], Coroutine[Any, Any, None]]
 END: Any = object()
 
 
@@ -38,41 +41,42 @@ async def step(pool: ThreadPoolExecutor, items: Generator[T], cancel: Cancel) ->
     return done.result()
 
 
-async def threaded(pool: ThreadPoolExecutor, make: Callable[[Cancel], Generator[T]]) -> AsyncGenerator[T, None]:
-    """The items of a generator whose steps run in threads of `pool`."""
+async def in_threads(pool: ThreadPoolExecutor, make: Callable[[Cancel], Generator[T]], put: Put[T]) -> None:
+    """Puts the items of a generator whose steps run in threads of `pool`."""
     cancel = Cancel()
     with closing(make(cancel)) as items:
         while (item := await step(pool, items, cancel)) is not END:
-            yield item
+            put(item)
 
 
 async def side_by_side(
     turn: Callable[[], AbstractAsyncContextManager[None]],
-    sources: Sequence[AsyncGenerator[T, None]],
+    works: Sequence[Work[T]],
     room: int,
     size: Callable[[T], int],
 ) -> AsyncGenerator[T, None]:
-    """The items of all sources as they come; each source holds a turn while it runs.
+    """The items that all works put, as they come; each work holds a turn while it runs.
 
-    A slow reader delays no source. Once more than `room` bytes wait, by their `size`, a source is closed, and a 408 is
-    raised after the items that wait. The first error, or closing this, closes all sources.
+    A slow reader delays no work. Once more than `room` bytes wait, by their `size`, a work ends, and a 408 is raised
+    after the items that wait. The first error, or closing this, cancels all works.
     """
     queue, waiting = asyncio.Queue[Any](), 0
 
-    async def run(source: AsyncGenerator[T, None]) -> None:
+    def put(item: T) -> None:
         nonlocal waiting
+        if (waiting := waiting + size(item)) > room:
+            raise ApiError(408, f"the client reads too slowly: over {room:,} bytes wait", code="slow_reader")
+        queue.put_nowait(item)
+
+    async def run(work: Work[T]) -> None:
         try:
-            async with turn(), aclosing(source):
-                async for item in source:
-                    if (waiting := waiting + size(item)) > room:
-                        message = f"the client reads too slowly: over {room:,} bytes wait"
-                        raise ApiError(408, message, code="slow_reader")
-                    queue.put_nowait(item)
+            async with turn():
+                await work(put)
             queue.put_nowait(END)
         except Exception as error:
             queue.put_nowait(error)
 
-    tasks = [asyncio.ensure_future(run(source)) for source in sources]
+    tasks = [asyncio.ensure_future(run(work)) for work in works]
     try:
         for _ in tasks:
             while (item := await queue.get()) is not END:

@@ -16,7 +16,7 @@ import pytest
 from specdec.decoding.processors.grammar import Grammar
 from specdec.options.generate import Form
 from specdec.server.admission import Admission
-from specdec.server.cancellation import Cancel, side_by_side, threaded
+from specdec.server.cancellation import Cancel, in_threads, side_by_side
 from specdec.server.errors import ApiError
 from tests.folders import WIDTH
 from tests.generator import test_forms
@@ -114,8 +114,8 @@ async def in_thread(items: int, log: list[Any]) -> AsyncGenerator[bytes, None]:
             log.append("ended")
 
     with ThreadPoolExecutor(1, thread_name_prefix="helper") as pool:
-        source = threaded(pool, job)
-        async with aclosing(side_by_side(partial(Admission(1, 0).turn, "a"), [source], 9, len)) as items_of_job:
+        turn, work = partial(Admission(1, 0).turn, "a"), partial(in_threads, pool, job)
+        async with aclosing(side_by_side(turn, [work], 9, len)) as items_of_job:
             async for item in items_of_job:
                 yield item
 
@@ -134,7 +134,7 @@ async def test_a_step_under_way_is_waited_for() -> None:
             ends.append("ended")
 
     with ThreadPoolExecutor(1) as pool:
-        waiting = asyncio.ensure_future(anext(threaded(pool, job)))
+        waiting = asyncio.ensure_future(in_threads(pool, job, print))
         await until(begun.is_set)
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from specdec.pipelines import Transcription
 from specdec.pipelines.speech.subtitles import srt, vtt
 from specdec.server.answers import event
-from specdec.server.cancellation import Cancel, side_by_side, threaded
+from specdec.server.cancellation import Cancel, in_threads, side_by_side
 from specdec.server.errors import ApiError
 from specdec.server.guards import RecordingRoute
 from specdec.server.messages import Text
@@ -108,7 +108,7 @@ def _heard(request: Request, fields: Translation) -> AsyncGenerator[str | Transc
                 yield item
 
     turn = partial(host.turns.turn, client_of(request))
-    return side_by_side(turn, [threaded(host.pool, hear)], state.settings.limits.unread_bytes, _size)
+    return side_by_side(turn, [partial(in_threads, host.pool, hear)], state.settings.limits.unread_bytes, _size)
 
 
 async def _whole(heard: AsyncGenerator[str | Transcription, None]) -> Transcription:

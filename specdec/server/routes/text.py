@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 
 from specdec.core.stats import Stats
 from specdec.server.answers import Answer
-from specdec.server.cancellation import END, Cancel, side_by_side, step
+from specdec.server.cancellation import END, Cancel, Put, Work, side_by_side, step
 from specdec.server.errors import ApiError, above_limit
 from specdec.server.guards import GuardedRoute
 from specdec.server.items import ResponseAnswer, ResponsesRequest
@@ -121,16 +121,15 @@ class TextRequest:
 
         The first one comes once the first prompt's options are valid (`kv_budget` may still refuse it).
         """
-        sources = [self._decoded(prompt, at) for at, prompt in enumerate(self._prompts)]
-        decoded = side_by_side(self._turn, sources, self._limits.unread_bytes, len)
-        async with aclosing(decoded):
-            async for event in decoded:
+        works: list[Work[bytes]] = [partial(self._decode, prompt, at) for at, prompt in enumerate(self._prompts)]
+        async with aclosing(side_by_side(self._turn, works, self._limits.unread_bytes, len)) as events:
+            async for event in events:
                 yield event
         if (last := self._answer.last_chunk()) is not None:
             yield self._answer.event(last)
 
-    async def _decoded(self, prompt: PromptRequest, at: int) -> AsyncGenerator[bytes, None]:
-        """Decodes one prompt: an empty event once the request is valid, then the events of a stream.
+    async def _decode(self, prompt: PromptRequest, at: int, put: Put[bytes]) -> None:
+        """Decodes one prompt; puts an empty event once the request is valid, then the events of a stream.
 
         A thread prepares the request; from then on, the engine's thread tells the event loop what is new.
         """
@@ -146,11 +145,11 @@ class TextRequest:
                     self._answer.take(at, update)
                     observed.update(update)
                     if isinstance(update, Started):
-                        yield b""
+                        put(b"")
                     elif isinstance(update, Stats) or not self._body.stream:
                         pass
                     elif update.text or update.finish or update.scores:
-                        yield self._answer.event(self._answer.chunk(at, update))
+                        put(self._answer.event(self._answer.chunk(at, update)))
                 update = next(updates, END)
 
 
