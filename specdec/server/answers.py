@@ -55,7 +55,7 @@ class Answer:
             self._readers = [CallReader(calls, request.callable, must=must, most=most) for _ in self._deltas]
         self._thinking, self._thoughts = thinking, list[ThinkingReader]()  # one for each choice
         self._thought_tokens = 0
-        self._sent: set[int] = set()  # choices that have a chunk
+        self._with_chunk: set[int] = set()  # choices that have a chunk
         self._scored = Counter[int]()  # characters of each choice with logprobs
 
     @property
@@ -91,8 +91,8 @@ class Answer:
     def chunk(self, prompt: int, delta: TextDelta) -> dict[str, Any]:
         """The chunk of a delta; the first of a choice in a chat names the role."""
         index = prompt * self.request.n + delta.row
-        choice = self._choice(index, [delta], "delta", {} if index in self._sent else {"role": "assistant"})
-        self._sent.add(index)
+        choice = self._choice(index, [delta], "delta", {} if index in self._with_chunk else {"role": "assistant"})
+        self._with_chunk.add(index)
         options = self._stream_options
         usage = {"usage": self.usage() if options.continuous_usage_stats else None} if options.include_usage else {}
         return {**self._head(), "choices": [choice], **usage}
@@ -183,11 +183,11 @@ class Answer:
 
 
 def _chat_score(score: TokenScore) -> dict[str, Any]:
-    top = [{**_spelled(spelling), "logprob": value} for _, spelling, value in score.top or ()]
-    return {**_spelled(score.spelling), "logprob": score.log_prob, "top_logprobs": top}
+    top = [{**_token_with_bytes(spelling), "logprob": value} for _, spelling, value in score.top or ()]
+    return {**_token_with_bytes(score.spelling), "logprob": score.log_prob, "top_logprobs": top}
 
 
-def _spelled(spelling: Spelling) -> dict[str, Any]:
+def _token_with_bytes(spelling: Spelling) -> dict[str, Any]:
     """A token with its bytes, which clients join to characters; None for one that is no text."""
     return {"token": spelling.text, "bytes": None if spelling.data is None else list(spelling.data)}
 

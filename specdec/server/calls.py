@@ -118,16 +118,16 @@ class CallReader:
         heads = [(pattern, match) for pattern in self._patterns if (match := pattern.head.search(text, self._at))]
         if heads:
             pattern, match = min(heads, key=lambda head: head[1].start())
-            self._say(match.start(), before_call=True)
+            self._emit(match.start(), before_call=True)
             is_call = self._last or not pattern.loose or _object_end(text, match.end()) is not None
             return (pattern, match) if is_call else None
         begun = next(
             (start.start() for start in self._starts.finditer(text, self._at) if self._begun(start.start())), None
         )
         if begun is None or (self._last and not self._is_call(begun)):
-            self._say(len(text), before_call=not self._last or self._calls > 0)
+            self._emit(len(text), before_call=not self._last or self._calls > 0)
         else:
-            self._say(begun, before_call=True)
+            self._emit(begun, before_call=True)
         return None
 
     def _begun(self, place: int) -> list[_Pattern]:
@@ -139,7 +139,7 @@ class CallReader:
         follows_call = self._calls > 0 and not self._text[self._end : place].strip()
         return self._must or has_mark or follows_call
 
-    def _say(self, end: int, *, before_call: bool) -> None:
+    def _emit(self, end: int, *, before_call: bool) -> None:
         """Says the text up to `end`, without the white space at its end where a call may follow."""
         text = self._text[self._at : end]
         text = text.rstrip() if before_call else text

@@ -28,7 +28,7 @@ from specdec.server.metrics import trace
 from specdec.server.settings import ServeSettings
 from specdec.server.state import LOG, State
 
-_MERCY = 3.0  # seconds after the drain for cancelled requests to send their errors
+_ERROR_SECONDS = 3.0  # seconds after the drain for cancelled requests to send their errors
 _ACCEPTED = 25  # connections accepted per iteration of the loop
 _TICKS = 5  # tenths of a second between two checks for disconnected clients
 _BACKLOG = 1024  # connections that wait in the kernel
@@ -140,7 +140,7 @@ class _Server(uvicorn.Server):
         self._begin_drain(0.0)
         rest = max(self._ends - time.monotonic(), 0.0)
         asyncio.get_running_loop().call_later(rest, self._stop)
-        self.config.timeout_graceful_shutdown = math.ceil(rest + _MERCY)
+        self.config.timeout_graceful_shutdown = math.ceil(rest + _ERROR_SECONDS)
         await super().shutdown(sockets)
         if cut := self._state.cut:
             LOG.warning("stopped, %d request%s cut", cut, "s were" if cut > 1 else " was")

@@ -25,9 +25,9 @@ from specdec.server.settings import Limits, ModelSettings
 from specdec.server.speech import SpeechModel
 from specdec.server.text import TextModel
 
-_OF_REQUESTS = ("do_sample", "max_new_tokens", "max_length", "num_return_sequences", "penalty_alpha")
-_FRESH = 30.0  # seconds after a decoded token in which a model counts as ready
-_PATIENCE = 20.0  # seconds to wait for a token
+_SET_BY_REQUESTS = ("do_sample", "max_new_tokens", "max_length", "num_return_sequences", "penalty_alpha")
+_READY_SECONDS = 30.0  # seconds after a decoded token in which a model counts as ready
+_PROBE_SECONDS = 20.0  # seconds to wait for a token
 _HELPERS = 2  # threads that tokenize
 
 
@@ -54,7 +54,7 @@ class Host:
         self.created, self._alive = int(time.time()), float("-inf")
         self._probe: asyncio.Future[None] | None = None
 
-    def beat(self) -> None:
+    def note_token(self) -> None:
         self._alive = time.monotonic()
 
     @property
@@ -68,12 +68,12 @@ class Host:
 
     async def is_ready(self) -> bool:
         """Whether it has decoded lately, or decodes a token now; concurrent calls share that token."""
-        if time.monotonic() - self._alive < _FRESH:
+        if time.monotonic() - self._alive < _READY_SECONDS:
             return True
         if self._probe is None or self._probe.done():
             self._probe = asyncio.ensure_future(self.warm_up())
         try:
-            await asyncio.wait_for(asyncio.shield(self._probe), _PATIENCE)
+            await asyncio.wait_for(asyncio.shield(self._probe), _PROBE_SECONDS)
         except Exception:
             return False
         return True
@@ -81,7 +81,7 @@ class Host:
     async def warm_up(self) -> None:
         """Decodes a token."""
         await asyncio.get_running_loop().run_in_executor(self.pool, self.model.warm_up)
-        self.beat()
+        self.note_token()
 
     def close(self) -> None:
         """Takes no more requests; running ones go on."""
@@ -100,7 +100,7 @@ def load_served(settings: ModelSettings, limits: Limits, share: float = 0.5) -> 
         raise OptionError.of("loading", f"fields among {', '.join(LOADING)}, draft_options", unknown[0])
     target = bundled_models.locate(settings.target, "target")
     is_speech = _is_speech(settings, target)
-    if not is_speech and (refused := [name for name in _OF_REQUESTS if name in settings.options]):
+    if not is_speech and (refused := [name for name in _SET_BY_REQUESTS if name in settings.options]):
         raise OptionError(f"`options` of a model may not name `{refused[0]}`, which every request sets: leave it out")
     if is_speech:
         check_readers()

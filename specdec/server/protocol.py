@@ -32,7 +32,7 @@ def _few(data: Any) -> Any:
     return dict(islice(present.items(), _ENTRIES + 1)) if isinstance(present, dict) else present
 
 
-def _spelled(data: dict[str, Any]) -> dict[str, Any]:
+def _in_our_words(data: dict[str, Any]) -> dict[str, Any]:
     """llama.cpp's `n_predict` as `max_tokens`; without stop texts that are empty."""
     data, most = dict(data), data.get("n_predict")
     if "n_predict" in data:
@@ -194,7 +194,7 @@ class Generate(Sent):
     def _refuse(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        data = _spelled(data)
+        data = _in_our_words(data)
         for name, (neutral, why) in REFUSED.items():
             value = None if name in cls.model_fields else data.get(name)
             if value is not None and not any(type(value) is type(allowed) and value == allowed for allowed in neutral):

@@ -25,7 +25,7 @@ class SpeechModel:
         self.name, self.transcriber, self.generator = name, transcriber, transcriber.generator
         self._seconds = seconds
 
-    def hear(
+    def transcribe(
         self, content: bytes, prompt: str | None, options: dict[str, Any], cancel: Cancel
     ) -> Generator[str | Transcription]:
         """The text window by window, then the `Transcription`; `options` are the transcriber's.

@@ -25,7 +25,7 @@ from specdec.server.text import TextModel
 LOG = logging.getLogger("specdec.server")
 ERROR = "specdec.error"  # in the scope: the code of the request's error, for the log
 LOST = "connection_lost"  # in `request.state`: the event that the request's connection is lost
-_AHEAD = 6  # recordings that may be uploaded before their turn to be transcribed
+_UPLOADS_AHEAD = 6  # recordings that may be uploaded before their turn to be transcribed
 _LONGEST = 64  # characters of a client's address
 
 
@@ -38,7 +38,7 @@ class State:
         self.keys = None if settings.api_key_file is None else Keys(settings.api_key_file)
         self.clients = Clients(settings.limits.per_key)
         heard = sum(host.turns.free for host in self.hosts.values() if host.model.task == "speech")
-        self.uploads = Admission(heard + _AHEAD, settings.limits.waiting)
+        self.uploads = Admission(heard + _UPLOADS_AHEAD, settings.limits.waiting)
         self.conversations = Conversations()
         self.draining = self.stopping = False
         self.cut = 0  # requests that the server gave up when it stopped

@@ -270,7 +270,7 @@ async def test_stuck_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server said 200 while nothing moved (tabbyAPI #428): `/ready` decodes, and tells when that does not work."""
     model, wait = text_model(draft="none"), threading.Event()
     model.generator.target.model.register_forward_pre_hook(lambda *_: wait.wait(20) and None)
-    monkeypatch.setattr("specdec.server.models._PATIENCE", 0.3)
+    monkeypatch.setattr("specdec.server.models._PROBE_SECONDS", 0.3)
     application = app(model)
     async with client(application) as c:
         codes = [(await c.get(path)).status_code for path in ("/health", "/ready")]

@@ -75,7 +75,7 @@ async def transcriptions(
     if granularities and fields.response_format != "verbose_json":
         raise ApiError(400, "`timestamp_granularities[]` needs `response_format` verbose_json", param="response_format")
     if fields.stream:
-        return await EventStream.begin(request, _events(_heard(request, fields)))
+        return await EventStream.begin(request, _events(_transcribe(request, fields)))
     return await _answer(request, fields, segments="word" not in granularities or "segment" in granularities)
 
 
@@ -87,20 +87,20 @@ async def translations(
     return await _answer(request, fields, segments=True)
 
 
-def _heard(request: Request, fields: Translation) -> AsyncGenerator[str | Transcription, None]:
+def _transcribe(request: Request, fields: Translation) -> AsyncGenerator[str | Transcription, None]:
     """The text window by window, then the `Transcription`; the file is read once the request has its turn."""
     state, began = state_of(request), time.monotonic()
     host, metrics = state.host(fields.model, "speech"), state.metrics
     model = host.model
     assert isinstance(model, SpeechModel)
 
-    def hear(cancel: Cancel) -> Generator[str | Transcription]:
+    def decode(cancel: Cancel) -> Generator[str | Transcription]:
         metrics.queued.labels(model.name).observe(time.monotonic() - began)
         with fields.file.file as file:
             content = file.read()
-        with closing(model.hear(content, fields.prompt, fields.options, cancel)) as items:
+        with closing(model.transcribe(content, fields.prompt, fields.options, cancel)) as items:
             for item in items:
-                host.beat()
+                host.note_token()
                 if isinstance(item, Transcription):
                     metrics.whole.labels(model.name).observe(time.monotonic() - began)
                     metrics.audio_seconds.labels(model.name).inc(item.duration)
@@ -108,22 +108,22 @@ def _heard(request: Request, fields: Translation) -> AsyncGenerator[str | Transc
                 yield item
 
     turn = partial(host.turns.turn, client_of(request))
-    return side_by_side(turn, [partial(in_threads, host.pool, hear)], state.settings.limits.unread_bytes, _size)
+    return side_by_side(turn, [partial(in_threads, host.pool, decode)], state.settings.limits.unread_bytes, _size)
 
 
-async def _whole(heard: AsyncGenerator[str | Transcription, None]) -> Transcription:
-    async with aclosing(heard):
-        async for item in heard:
+async def _whole(transcribing: AsyncGenerator[str | Transcription, None]) -> Transcription:
+    async with aclosing(transcribing):
+        async for item in transcribing:
             if isinstance(item, Transcription):
                 return item
     raise AssertionError("a recording was lost")
 
 
-async def _events(heard: AsyncGenerator[str | Transcription, None]) -> AsyncGenerator[bytes, None]:
+async def _events(transcribing: AsyncGenerator[str | Transcription, None]) -> AsyncGenerator[bytes, None]:
     """OpenAI's events of a transcription: new text after every window, then the whole text."""
     text = sent = ""
-    async with aclosing(heard):
-        async for item in heard:
+    async with aclosing(transcribing):
+        async for item in transcribing:
             if isinstance(item, Transcription):
                 whole = item["text"].strip()
                 yield event({"type": "transcript.text.done", "text": whole, "usage": _usage(item)})
@@ -145,7 +145,7 @@ def _usage(transcription: Transcription) -> dict[str, Any]:
 
 
 async def _answer(request: Request, fields: Translation, *, segments: bool) -> Response:
-    transcription, form = await watched(request, _whole(_heard(request, fields))), fields.response_format
+    transcription, form = await watched(request, _whole(_transcribe(request, fields))), fields.response_format
     text = transcription["text"].strip()
     if form == "json":
         return JSONResponse({"text": text, "usage": _usage(transcription)})

@@ -174,7 +174,7 @@ class _Observed:
             self._metrics.cached_tokens.labels(self._model).inc(cached_tokens(update))
             self._metrics.whole.labels(self._model).observe(now - self._began)
         else:
-            self._host.beat()
+            self._host.note_token()
             self._new_tokens.inc(update.tokens)
             if self._streamed and self._last is None:
                 self._first_token.observe(now - self._began)
