@@ -1,6 +1,7 @@
 """What went wrong in other servers, one test each; the docstrings name the advisory or the issue."""
 
 import asyncio
+import hmac
 import json
 import logging
 import os
@@ -14,6 +15,7 @@ import torch
 
 from specdec.errors import OptionError
 from specdec.options.resolve import read_yaml
+from specdec.server import keys as keys_module
 from specdec.server import read_settings
 from specdec.server.app import ROUTERS
 from specdec.server.guards import PublicRoute
@@ -148,6 +150,16 @@ def test_a_pipe_is_no_key_file(key_file: Path, caplog: pytest.LogCaptureFixture)
     assert [one.levelname for one in caplog.records if "no regular file" in one.getMessage()] == ["ERROR"]
     with pytest.raises(OptionError, match="no regular file"):
         Keys(key_file)
+
+
+def test_keys_are_compared_in_constant_time(key_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They were compared with == (CVE-2025-59425): every key is compared whole, also after the one that fits."""
+    lengths: list[int] = []
+    compare = hmac.compare_digest
+    monkeypatch.setattr(keys_module.hmac, "compare_digest", lambda a, b: lengths.append(len(b)) or compare(a, b))
+    keys = Keys(key_file)
+    assert [keys.name(key) for key in (KEY, OTHER_KEY, "x")] == ["key-2", "bob", None]
+    assert lengths == [32] * 6
 
 
 def test_other_machines_need_keys(key_file: Path) -> None:

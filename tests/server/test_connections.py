@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import json
+import resource
 import socket
 import time
 from collections.abc import AsyncGenerator
@@ -13,6 +14,7 @@ import httpx
 import pytest
 import uvicorn
 
+from specdec.server import http as server_module
 from tests.server.served import (
     events,
     facts_of,
@@ -118,6 +120,17 @@ async def test_connections_have_a_bound() -> None:
         assert (await client.get("/health")).status_code == 200
         for _, writer in connections:
             writer.close()
+
+
+def test_the_process_opens_what_files_it_may() -> None:
+    """Of 256 descriptors that a shell grants there were few connections, though the system grants many more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft // 2, hard))
+    try:
+        server_module._allow_files()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == hard
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 async def test_connections_that_cannot_be_taken_in_are_one_line(caplog: pytest.LogCaptureFixture) -> None:
