@@ -1,11 +1,14 @@
 """Whisper in several engines, in turn on the same recording, from samples to text: one table.
 
-    python benchmarks/peers/speech.py TALK*.flac --target WHISPER --ct2 CT2 --python faster-whisper=FW/bin/python \\
-        --openvino OV_WHISPER --python openvino=OV/bin/python
+    python benchmarks/peers/speech.py TALK*.flac --said TALK.txt --target WHISPER \\
+        --ct2 CT2 --python faster-whisper=FW/bin/python \\
+        --openvino OV --openvino-int8 OV_INT8 --python openvino=OV_VENV/bin/python
 
-The recordings are heard as one. Everything is greedy, in English, with timestamps and without a second try at another
-temperature. Each engine is a process of its own, which sleeps while another works. Ratios are those of medians.
-"words" is the word error rate beside specdec's text without a draft. An engine whose model is not named is left out.
+The recordings are heard as one, in English, with timestamps and without a second try at another temperature; greedy, or
+with `--beams`. Each engine is a process of its own, which sleeps while another works. Ratios are those of medians.
+"other words" is the word error rate beside the text of the first system, "word error" beside what is said; "MB" the
+most memory that was resident. An engine whose model is not named is left out. "as it comes" has no option but the
+model's name, and its passes are compiled as they are after ten seconds of use.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -30,15 +34,15 @@ Hear = Callable[[Any], str]
 """From samples `[length]`, 16,000 a second, to their text."""
 
 
-def specdec(task: dict[str, Any], draft: str | None, backend: str, dtype: str = "float32") -> Hear:
-    """This package."""
+def specdec(task: dict[str, Any], draft: str | None = None, **how: str) -> Hear:
+    """This package, loaded with the options `how`."""
     from specdec import Transcriber
 
-    how = {"dtype": dtype, "backend": backend}
     transcriber = Transcriber.from_pretrained(task["target"], draft, **how)
+    transcriber.generator.compile()
     transcriber.generator.wait_until_compiled()
-    asked = {"language": "en", "task": "transcribe", "do_sample": False, "num_beams": 1}
-    return lambda sound: transcriber(sound, return_timestamps=True, generate_kwargs=dict(asked))["text"]
+    call = {"language": "en", "task": "transcribe", "do_sample": False, "num_beams": task["beams"]}
+    return lambda sound: transcriber(sound, return_timestamps=True, generate_kwargs=dict(call))["text"]
 
 
 def transformers(task: dict[str, Any]) -> Hear:
@@ -47,8 +51,8 @@ def transformers(task: dict[str, Any]) -> Hear:
     from transformers import pipeline
 
     hear = pipeline("automatic-speech-recognition", model=task["target"], dtype=torch.float32)
-    asked = {"language": "en", "task": "transcribe", "do_sample": False, "num_beams": 1}
-    return lambda sound: hear(sound.copy(), return_timestamps=True, generate_kwargs=dict(asked))["text"]
+    call = {"language": "en", "task": "transcribe", "do_sample": False, "num_beams": task["beams"]}
+    return lambda sound: hear(sound.copy(), return_timestamps=True, generate_kwargs=dict(call))["text"]
 
 
 def faster_whisper(task: dict[str, Any], kind: str) -> Hear:
@@ -57,36 +61,37 @@ def faster_whisper(task: dict[str, Any], kind: str) -> Hear:
 
     threads = int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1))
     model = WhisperModel(task["ct2"], device="cpu", compute_type=kind, cpu_threads=threads)
-    asked = {"language": "en", "beam_size": 1, "temperature": 0.0, "condition_on_previous_text": False}
-    return lambda sound: "".join(segment.text for segment in model.transcribe(sound, **asked)[0])
+    call = {"language": "en", "beam_size": task["beams"], "temperature": 0.0, "condition_on_previous_text": False}
+    return lambda sound: "".join(segment.text for segment in model.transcribe(sound, **call)[0])
 
 
-def openvino(task: dict[str, Any]) -> Hear:
-    """OpenVINO GenAI's Whisper pipeline."""
+def openvino(task: dict[str, Any], folder: str, **how: Any) -> Hear:
+    """OpenVINO GenAI's Whisper pipeline over the model in this folder."""
     import openvino_genai
 
-    how: dict[str, Any] = {"INFERENCE_PRECISION_HINT": "f32"}
     if threads := os.environ.get("OMP_NUM_THREADS"):
         how["INFERENCE_NUM_THREADS"] = int(threads)
-    hear = openvino_genai.WhisperPipeline(task["openvino"], "CPU", **how)
-    asked = {"language": "<|en|>", "task": "transcribe", "return_timestamps": True}
-    return lambda sound: hear.generate(sound.tolist(), **asked).texts[0]
+    hear = openvino_genai.WhisperPipeline(task[folder], "CPU", **how)
+    call = {"language": "<|en|>", "task": "transcribe", "return_timestamps": True}
+    if task["beams"] > 1:
+        call["num_beams"] = task["beams"]
+    return lambda sound: hear.generate(sound.tolist(), **call).texts[0]
 
 
 # By name: the engine, its distribution, the model that it needs, and how it starts.
 SYSTEMS: dict[str, tuple[str, str, str, Callable[[dict[str, Any]], Hear]]] = {
-    "specdec, no draft": ("specdec", "torch", "target", lambda task: specdec(task, None, "packed")),
-    "specdec, suffix": ("specdec", "torch", "target", lambda task: specdec(task, "suffix", "packed")),
-    "specdec compiled, no draft": ("specdec", "torch", "target", lambda task: specdec(task, None, "compiled")),
-    "specdec compiled, suffix": ("specdec", "torch", "target", lambda task: specdec(task, "suffix", "compiled")),
-    "specdec compiled, bfloat16": (
-        *("specdec", "torch", "target"),
-        lambda task: specdec(task, None, "compiled", "bfloat16"),
-    ),
+    "specdec, as it comes": ("specdec", "torch", "target", specdec),
+    "specdec, float32": ("specdec", "torch", "target", partial(specdec, dtype="float32")),
+    "specdec, float32, suffix": ("specdec", "torch", "target", partial(specdec, draft="suffix", dtype="float32")),
+    "specdec, float32, packed": ("specdec", "torch", "target", partial(specdec, dtype="float32", backend="packed")),
     "transformers": ("transformers", "transformers", "target", transformers),
-    "faster-whisper": ("faster-whisper", "faster-whisper", "ct2", lambda task: faster_whisper(task, "float32")),
-    "faster-whisper, int8": ("faster-whisper", "faster-whisper", "ct2", lambda task: faster_whisper(task, "int8")),
-    "OpenVINO GenAI": ("openvino", "openvino-genai", "openvino", openvino),
+    "faster-whisper": ("faster-whisper", "faster-whisper", "ct2", partial(faster_whisper, kind="float32")),
+    "faster-whisper, int8": ("faster-whisper", "faster-whisper", "ct2", partial(faster_whisper, kind="int8")),
+    "OpenVINO GenAI": (
+        *("openvino", "openvino-genai", "openvino"),
+        partial(openvino, folder="openvino", INFERENCE_PRECISION_HINT="f32"),
+    ),
+    "OpenVINO GenAI, int8": ("openvino", "openvino-genai", "openvino_int8", partial(openvino, folder="openvino_int8")),
 }
 
 
@@ -99,6 +104,7 @@ class Worker:
         self._process = subprocess.Popen([python, __file__, "--work"], text=True, env=where, **pipes)
         self.texts: list[str] = []
         self.seconds: list[float] = []
+        self.megabytes = 0.0
         try:
             self.version = self._ask(json.dumps(task))["ready"]
         finally:
@@ -113,6 +119,7 @@ class Worker:
             self._process.send_signal(signal.SIGSTOP)
         self.texts.append(answer["text"])
         self.seconds.append(answer["seconds"])
+        self.megabytes = answer["megabytes"]
 
     def _ask(self, line: str) -> dict[str, Any]:
         assert self._process.stdin is not None
@@ -147,7 +154,9 @@ def work() -> None:
         for _ in sys.stdin:
             began = time.perf_counter()
             text = hear(sound)
-            answer(text=text, seconds=time.perf_counter() - began)
+            seconds = time.perf_counter() - began
+            status = Path("/proc/self/status").read_text()  # `ru_maxrss` counts the process that started this one too
+            answer(text=text, seconds=seconds, megabytes=int(re.findall(r"VmHWM:\s+(\d+)", status)[0]) / 1024)
     except Exception as error:
         answer(error=f"{type(error).__name__}: {' '.join(str(error).split())[:160]}")
 
@@ -164,6 +173,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--target", required=True, help="folder or hub id of a Whisper")
     parser.add_argument("--ct2", help="the same from ct2-transformers-converter")
     parser.add_argument("--openvino", help="the same from optimum-cli")
+    parser.add_argument("--openvino-int8", help="the same from optimum-cli with --weight-format int8")
+    parser.add_argument("--said", type=Path, help="file of the words that are said")
+    parser.add_argument("--beams", type=int, default=1)
     parser.add_argument("--python", action="append", default=[], metavar="ENGINE=PATH", help="interpreter of an engine")
     parser.add_argument("--only", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
     parser.add_argument("--repeats", type=int, default=5)
@@ -186,13 +198,13 @@ def main() -> None:
     failed: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as folder:
         np.save(f"{folder}/sound.npy", sound)
-        models = {"target": args.target, "ct2": args.ct2, "openvino": args.openvino}
+        models = {name: getattr(args, name) for name in ("target", "ct2", "openvino", "openvino_int8")}
         try:
             for name in args.only:
                 engine, _, needs, _ = SYSTEMS[name]
                 if models[needs] is None:
                     continue
-                task = {"system": name, "sound": f"{folder}/sound.npy", **models}
+                task = {"system": name, "sound": f"{folder}/sound.npy", "beams": args.beams, **models}
                 try:
                     worker = Worker(pythons.get(engine, sys.executable), task)
                     workers[name] = worker
@@ -214,7 +226,8 @@ def main() -> None:
                 worker.end()
     if not workers:
         sys.exit(f"no system ran: {failed}")
-    first = next(iter(workers.values()))
+    first = next(iter(workers.values())).texts[0]
+    said = args.said and args.said.read_text()
     middle = {name: statistics.median(worker.seconds) for name, worker in workers.items()}
     rows = [
         [
@@ -222,13 +235,15 @@ def main() -> None:
             f"{middle[name]:.2f}",
             f"{min(worker.seconds):.2f} to {max(worker.seconds):.2f}",
             f"{middle['transformers'] / middle[name]:.2f}x" if "transformers" in middle else "",
-            f"{wer(words(first.texts[0]), words(worker.texts[0])):.1%}",
+            f"{wer(words(first), words(worker.texts[0])):.1%}",
+            f"{wer(words(said), words(worker.texts[0])):.1%}" if said else "",
+            f"{worker.megabytes:.0f}",
         ]
         for name, worker in workers.items()
     ]
     print(f"{len(sound) / RATE:.0f} s of sound, {args.repeats} repeats, ", end="")
     print(", ".join(dict.fromkeys(worker.version for worker in workers.values())), end="\n\n")
-    print(table(["system", "seconds", "range", "over transformers", "words"], rows))
+    print(table(["system", "seconds", "range", "over transformers", "other words", "word error", "MB"], rows))
     for name, error in failed.items():
         print(f"\n{name} did not run: {error}")
     print(f"\n{watch.verdict()}", flush=True)
