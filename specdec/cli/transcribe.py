@@ -251,4 +251,5 @@ def pace(found: Sequence[Transcription]) -> str:
     stats = found[0].stats
     length = f", mean acceptance length {stats.mean_acceptance_length:.2f}" if stats.num_spec_steps else ""
     rate = f"{seconds / duration:.3f} s per second" if duration else "no sound"
-    return f"{duration:.1f} s of sound in {seconds:.1f} s ({rate}){length}"
+    advice = f"; {stats.draft_advice}" if stats.draft_advice else ""
+    return f"{duration:.1f} s of sound in {seconds:.1f} s ({rate}){length}{advice}"

@@ -14,6 +14,8 @@ _TEXTS = {  # by `exactness`
     "row-dependent": "may differ: layers see all tokens of a pass",
 }
 
+_LOSS = 0.05  # share of a call's time that a draft may lose without a word
+
 
 @dataclass(frozen=True)
 class Stats:
@@ -24,9 +26,10 @@ class Stats:
     the new tokens of every returned text, and `finish_reasons` say why it ended. `per_row` has one entry per sequence
     (a search is one, a ranked sample too), whose passes are those after which it had new tokens. `cached_prompt_tokens`
     were read in an earlier call or for another sequence. Seconds are those of rounds, which sequences of other calls
-    may have shared. `exactness` compares the text with that of the same call without a draft: "strict" and "exact":
-    equal; "rounding": equal but for near-ties in half precision; "row-dependent": it may differ, since layers of the
-    target look at all tokens of a pass.
+    may have shared. `saved_seconds`: what rounds with a draft saved beside rounds without one, below 0 where the draft
+    took more; 0 where no schedule measured both. `exactness` compares the text with that of the same call without a
+    draft: "strict" and "exact": equal; "rounding": equal but for near-ties in half precision; "row-dependent": it may
+    differ, since layers of the target look at all tokens of a pass.
     """
 
     num_new_tokens: int = 0
@@ -41,6 +44,7 @@ class Stats:
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
     select_seconds: float = 0.0
+    saved_seconds: float = 0.0
     finish_reasons: Sequence[str] = ()
     lengths: Sequence[int] = ()
     per_row: Sequence[Stats] = field(default=(), repr=False)
@@ -74,6 +78,13 @@ class Stats:
         return self.seconds - self.draft_seconds - self.verify_seconds - self.select_seconds
 
     @property
+    def draft_advice(self) -> str:
+        """That the draft took longer than it saved, and what to do; empty where it did not."""
+        if self.saved_seconds >= -_LOSS * self.seconds:
+            return ""
+        return f"the draft took {-self.saved_seconds:.2f} s more than it saved: leave it out"
+
+    @property
     def tokens_per_second(self) -> float:
         """New tokens of all sequences per second of wall time."""
         return self.num_new_tokens / self.seconds if self.seconds else 0.0
@@ -89,6 +100,7 @@ class Stats:
             ),
             ("mean acceptance length", f"{self.mean_acceptance_length:.2f}", f"{self.num_spec_steps} steps"),
             ("acceptance histogram", "", " ".join(map(str, self.acceptance_histogram))),
+            ("saved time", f"{self.saved_seconds:.3f} s", self.draft_advice),
         )
         parts = {name: getattr(self, f"{name}_seconds") for name in ("draft", "verify", "select", "other")}
         return [

@@ -7,6 +7,7 @@ A `Call` has the checked arguments, a `Request` is what the engine runs of it, a
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -20,7 +21,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from specdec.core.outcome import SequenceRound
+from specdec.core.draft_schedules.cost import Cost
+from specdec.core.outcome import Round, SequenceRound
 from specdec.core.sequence import RunningSequence
 from specdec.core.stats import Stats, total
 from specdec.core.tree import Step
@@ -57,6 +59,8 @@ class Job:
         self._turn, self._stream = threading.Lock(), False  # who follows it; whether deltas are streamed
         self._rounds: dict[int, list[SequenceRound]] = {}  # by sequence
         self._phases: dict[str, Any] = dict.fromkeys(_PHASES, 0.0)
+        self._plain_rounds = Counter[int]()  # in place of those with a draft, by the sequences that share them
+        self._drafted_seconds = 0.0
         self._began = 0.0
         self._seconds: float | None = None  # that it ran, once it has ended
         self._result: Generation | None = None
@@ -125,6 +129,7 @@ class Job:
             round_ = self._request.rounds.popleft()
             for phase in _PHASES:
                 self._phases[phase] += getattr(round_, phase)
+            self._note_draft(round_)
             for seq in round_.seqs:
                 self._rounds.setdefault(seq.id, []).append(seq)
             if not self._stream and streamer is None:
@@ -200,6 +205,23 @@ class Job:
             out.decode(call.extras.tokenizer, o.cut_before)
         return out
 
+    def _note_draft(self, round_: Round) -> None:
+        """Notes the seconds that a round took for its draft, and the plain rounds that would bring as many tokens."""
+        if any(seq.prefill for seq in round_.seqs) or not any(seq.depth for seq in round_.seqs):
+            self._drafted_seconds += round_.draft_seconds
+            return
+        self._drafted_seconds += round_.seconds
+        longest = max(len(seq.steps) for seq in round_.seqs)
+        self._plain_rounds[len(round_.seqs) + len(round_.others)] += longest
+
+    @property
+    def _saved_seconds(self) -> float:
+        schedule = self.call.pacing.schedule
+        if self.call.draft is None or not isinstance(schedule, Cost) or not schedule.seconds.plain.weight:
+            return 0.0
+        plain = (schedule.seconds.plain_round(seqs) * rounds for seqs, rounds in self._plain_rounds.items())
+        return sum(plain) - self._drafted_seconds
+
     def _stats(
         self, per_row: Sequence[Stats], seconds: float, new: Sequence[list[int]], reasons: Sequence[str]
     ) -> Stats:
@@ -220,6 +242,7 @@ class Job:
             per_row=per_row,
             settings=settings,
             exactness=call.exactness,
+            saved_seconds=self._saved_seconds,
             **self._phases,
         )
 

@@ -26,3 +26,11 @@ def test_print_shows_the_table() -> None:
     assert ["draft", "time", "0.500", "s", "25%"] in lines
     columns = zip(str(stats).splitlines()[1:], ("length", "in 2"), strict=False)
     assert len({line.index(word) for line, word in columns}) == 1
+
+
+def test_a_draft_that_does_not_pay_is_named() -> None:
+    """A draft that lost a fifth of the time did so without a word."""
+    assert "took 0.40 s more than it saved: leave it out" in str(
+        Stats(num_spec_steps=1, seconds=2.0, saved_seconds=-0.4)
+    )
+    assert "leave it out" not in str(Stats(num_spec_steps=1, seconds=2.0, saved_seconds=-0.01))

@@ -144,6 +144,17 @@ def test_what_was_learned_belongs_to_the_draft() -> None:
     assert generator.generate(IDS, **run, assistant_model=good).stats.num_draft_tokens > 10
 
 
+def test_what_a_draft_cost_is_told() -> None:
+    """A slow draft that is wrong takes longer than plain rounds; where these were not measured, nothing is told."""
+    model, draft = tiny("llama"), Sleepy([])
+    draft.asleep = True
+    slow = SpecGenerator(model, draft, schedule="cost").generate(IDS, **RUN).stats
+    assert slow.saved_seconds < -0.05
+    assert "leave it out" in slow.draft_advice
+    unmeasured = SpecGenerator(model, draft, schedule="heuristic").generate(IDS, **RUN).stats
+    assert unmeasured.saved_seconds == 0
+
+
 @pytest.mark.parametrize(
     ("argument", "given"),
     [
