@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, WhisperForCausalLM, WhisperProcessor, 
 
 from specdec import OptionError, SpecGenerator, Transcriber, UnsupportedError
 from specdec.options import bundled_models
-from specdec.pipelines.speech.audio import read_audio, window_features
+from specdec.pipelines.speech.audio import log_mel, read_audio
 from specdec.pipelines.speech.settings import SpeechSettings
 from specdec.pipelines.speech.whisper import Evidence, Whisper
 from specdec.pipelines.speech.windows import Track, window_segments
@@ -240,7 +240,7 @@ def test_evidence_is_in_the_scores(stamps: bool) -> None:
     """What one pass over the text tells is what decoding saw, timestamps left out."""
     transcriber = Transcriber(model := whisper(0, stamps=-30.0), processor=PARTS)
     heard = Whisper(transcriber.generator.target, PARTS.tokenizer)
-    sound = {"input_features": window_features(speech(0.5), PARTS.feature_extractor)[None]}
+    sound = {"input_features": log_mel(speech(0.5), PARTS.feature_extractor)[None]}
     encoding = heard.model.encode(sound)
     [prompt] = heard.prompts(encoding, language="en", task=None, timestamps=[stamps])
     how = {"decoder_input_ids": [prompt], "max_new_tokens": 6, "output_scores": True}

@@ -154,21 +154,16 @@ def _resampled(blocks: Any, given: float, rate: int) -> Samples:
     return np.concatenate(parts) if parts else np.empty(0, np.float32)
 
 
-def window_features(samples: Samples, extractor: Any) -> Tensor:
-    """Features `[mels, frames]` of at most one window, padded with silence to a whole one."""
-    found: Tensor = extractor(samples, sampling_rate=extractor.sampling_rate, return_tensors="pt").input_features[0]
-    return found
-
-
-def long_features(samples: Samples, extractor: Any) -> Tensor:
-    """Features `[mels, samples // hop]` of a long recording, equal to the extractor's.
+def log_mel(samples: Samples, extractor: Any) -> Tensor:
+    """Features `[mels, samples // hop]`, at least a window of them, as the extractor makes them.
 
     The extractor needs more than a gigabyte for an hour of sound; this function works block by block.
     """
+    if len(samples) < extractor.n_samples:
+        samples = np.pad(samples, (0, extractor.n_samples - len(samples)))
     if extractor.dither:
-        rate = extractor.sampling_rate
-        given = extractor(samples, sampling_rate=rate, truncation=False, padding="longest", return_tensors="pt")
-        return torch.as_tensor(given.input_features[0])
+        how = {"sampling_rate": extractor.sampling_rate, "truncation": False, "padding": "longest"}
+        return torch.as_tensor(extractor(samples, return_tensors="pt", **how).input_features[0])
     hop, size = extractor.hop_length, extractor.n_fft
     window = torch.hann_window(size)
     filters = torch.from_numpy(extractor.mel_filters).float().T.contiguous()

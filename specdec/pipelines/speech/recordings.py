@@ -12,7 +12,7 @@ import numpy as np
 
 from specdec.errors import OptionError
 from specdec.models.hf.private_api import transcript
-from specdec.pipelines.speech.audio import long_features, read_audio, window_features
+from specdec.pipelines.speech.audio import log_mel, read_audio
 from specdec.pipelines.speech.whisper import FRAME_SECONDS, Whisper
 from specdec.pipelines.speech.windows import Track
 from specdec.pipelines.summaries.chunks import sentences
@@ -90,19 +90,18 @@ class Recording:
             self.strides, before = [], None
             for begin, end, left, right in chunking.cut(len(samples)):
                 self.strides.append(((end - begin) / audio.rate, left / audio.rate, right / audio.rate))
-                features, heard = window_features(samples[begin:end], extractor), -(-(end - begin) // hop)
+                features, heard = log_mel(samples[begin:end], extractor), -(-(end - begin) // hop)
                 again = chunking.left + chunking.right if begin else 0  # samples that the chunk before has too
                 pace = FRAME_SECONDS * (end - begin - again) / (end - begin)
                 track = Track(number, features, heard, timestamps, pace, before=before)
                 track.shared_from = 1 - again / chunking.length
                 number, before = number + 1, track
                 yield track
-        elif len(samples) <= extractor.n_samples:
-            yield Track(number, window_features(samples, extractor), -(-len(samples) // hop), timestamps)
         else:
-            features = long_features(samples, extractor)
+            features, length = log_mel(samples, extractor), len(samples)
             del audio, samples  # an hour of them is a quarter of a gigabyte
-            yield Track(number, features, features.shape[1], True)
+            frames = features.shape[1]
+            yield Track(number, features, min(-(-length // hop), frames), timestamps or length > extractor.n_samples)
 
     def text(
         self, whisper: Whisper, *, timestamps: bool | str | None, language: bool, seconds: float
