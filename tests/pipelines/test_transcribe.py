@@ -1,6 +1,7 @@
 """Speech recognition: the tokens of transformers' own Whisper generation and pipeline, with and without drafts."""
 
 from functools import cache
+from itertools import cycle, groupby
 from typing import Any
 
 import numpy as np
@@ -242,7 +243,7 @@ def test_evidence_is_in_the_scores(stamps: bool) -> None:
     heard = Whisper(transcriber.generator.target, PARTS.tokenizer)
     sound = {"input_features": log_mel(speech(0.5), PARTS.feature_extractor)[None]}
     encoding = heard.model.encode(sound)
-    [prompt] = heard.prompts(encoding, language="en", task=None, timestamps=[stamps])
+    prompt = heard.prompt(encoding, language="en", task=None, timestamps=stamps)
     how = {"decoder_input_ids": [prompt], "max_new_tokens": 6, "output_scores": True}
     out = transcriber.generator.generate(**sound, **how)
     [tokens] = out.new_tokens()
@@ -425,6 +426,25 @@ def test_segments_are_chunks() -> None:
     assert (out.language, out.duration) == ("english", 3.3)
     assert out.seconds > 0
     assert out.real_time_factor == out.seconds / 3.3
+
+
+def test_languages_change_between_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each window has a language of its own, if so wanted: two people's talk was heard in the first one's language."""
+    transcriber, spoken = Transcriber(target(), processor=PARTS), cycle(["<|en|>", "<|de|>"])
+    ids = PARTS.tokenizer.convert_tokens_to_ids
+    monkeypatch.setattr(target(), "detect_language", lambda **_: torch.tensor([ids(next(spoken))]), raising=False)
+    options = {"return_timestamps": True, "return_language": True}
+    one = transcriber(speech(3.3), **options)
+    assert {chunk["language"] for chunk in one["chunks"]} == {"english"}
+    several = transcriber(speech(3.3), **options, language_per_window=True)
+    assert [name for name, _ in groupby(chunk["language"] for chunk in several["chunks"])][:3] == [
+        *("german", "english", "german")
+    ]
+    assert several.language == "german"
+    words = transcriber(speech(3.3), **options | {"return_timestamps": "word"}, language_per_window=True)
+    assert {chunk["language"] for chunk in words["chunks"]} == {"english", "german"}
+    with pytest.raises(OptionError, match="leave one out"):
+        transcriber(speech(0.5), language_per_window=True, **EN)
 
 
 @pytest.mark.parametrize(

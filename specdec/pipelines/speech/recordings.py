@@ -142,27 +142,33 @@ class Recording:
     def _segments(self, whisper: Whisper, timestamps: bool, language: bool) -> tuple[str, Chunks]:
         """The only track's segments as chunks; without timestamps its text is one chunk."""
         track = self.tracks[0]
-        named: dict[str, Any] = {"language": whisper.language(track.opening)} if language else {}
+
+        def named(opening: list[int]) -> dict[str, Any]:
+            return {"language": whisper.language(opening)} if language else {}
+
         if not timestamps:
             text = whisper.decode(track.tokens)
-            return text, [{**named, "text": text}] if text else []
+            return text, [{**named(track.segments[0].opening), "text": text}] if text else []
         chunks = []
         for segment in track.segments:
             start, end = segment.start, segment.end
             if not segment.tokens or segment.tokens[-1] < whisper.timestamp_begin:  # the end of the window
                 end = max(min(end, self.duration), start)
             if text := whisper.decode(segment.tokens):
-                chunks.append({**named, "timestamp": (round(start, 2), round(end, 2)), "text": text})
+                chunks.append({**named(segment.opening), "timestamp": (round(start, 2), round(end, 2)), "text": text})
         return "".join(chunk["text"] for chunk in chunks), chunks
 
     def _piece(self, i: int, whisper: Whisper, timestamps: bool | str | None, language: bool) -> dict[str, Any]:
         """A track in the form that transformers merges."""
-        track = self.tracks[i]
-        heard = whisper.language_token(track.opening) if language else []
-        piece: dict[str, Any] = {"tokens": np.array([heard + track.tokens])}
+        tokens, times, spoken = list[int](), list[float](), list[int]()
+        for segment in self.tracks[i].segments:
+            if language and (named := whisper.language_token(segment.opening)) != spoken:
+                spoken = named
+                tokens, times = tokens + named, times + [0.0] * len(named)
+            tokens, times = tokens + segment.tokens, times + (segment.token_times or [])
+        piece: dict[str, Any] = {"tokens": np.array([tokens])}
         if self.strides is not None:
             piece["stride"] = self.strides[i]
         if timestamps == "word":
-            times = [time for segment in track.segments for time in segment.token_times or ()]
-            piece["token_timestamps"] = np.array([[0.0] * len(heard) + times])
+            piece["token_timestamps"] = np.array([times])
         return piece

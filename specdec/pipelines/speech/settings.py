@@ -35,12 +35,13 @@ class SpeechSettings:
     Several values of `temperature` are tried in order until the text is accepted: its ids compress at most
     `compression_ratio_threshold` times, and its mean log-probability is at least `logprob_threshold`. Below the latter,
     a window whose probability of silence exceeds `no_speech_threshold` is skipped. Above temperature 0, tokens are
-    drawn by seed. A text of a few tokens is left out where silence is likelier than `no_speech_threshold` (0.85), and
-    than the text.
+    drawn by seed. `language_per_window`: the language is found anew in each window. A text of a few tokens is left out
+    where silence is likelier than `no_speech_threshold` (0.85), and than the text.
     """
 
     return_timestamps: bool | str | None = None
     language: str | None = None
+    language_per_window: bool | None = None
     task: str | None = None
     is_multilingual: bool | None = None
     prompt_ids: Sequence[int] | None = None
@@ -84,23 +85,23 @@ class SpeechSettings:
 NAMES = tuple(field.name for field in fields(SpeechSettings))
 
 
-def speech_settings(given: Mapping[str, Any], whisper: Whisper) -> SpeechSettings:
+def speech_settings(options: Mapping[str, Any], whisper: Whisper) -> SpeechSettings:
     """The settings of a call over the checkpoint's; raises OptionError for wrong values and contradictions."""
-    found = {name: value for name in _FROM_CHECKPOINT if (value := whisper.setting(name)) is not None}
-    found |= {name: value for name, value in given.items() if value is not None}
-    if (prompt := found.get("prompt_ids")) is not None:
+    values = {name: value for name in _FROM_CHECKPOINT if (value := whisper.setting(name)) is not None}
+    values |= {name: value for name, value in options.items() if value is not None}
+    if (prompt := values.get("prompt_ids")) is not None:
         ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
         vocab = whisper.model.vocab_size
         if not isinstance(ids, list | tuple) or not all(is_whole(token) and 0 <= token < vocab for token in ids):
             raise OptionError.of("prompt_ids", f"ids from 0 to {vocab - 1}, as `get_prompt_ids` returns them", prompt)
-        found["prompt_ids"] = list(ids)
+        values["prompt_ids"] = list(ids)
     for name in ("compression_ratio_threshold", "logprob_threshold", "no_speech_threshold"):
-        if not (found.get(name) is None or is_number(found[name])):
-            raise OptionError.of(name, "a number", found[name])
-    for name in ("is_multilingual", "condition_on_prev_tokens"):
-        if not isinstance(found.get(name), bool | None):
-            raise OptionError.of(name, "True or False", found[name])
-    settings = SpeechSettings(**found)
+        if not (values.get(name) is None or is_number(values[name])):
+            raise OptionError.of(name, "a number", values[name])
+    for name in ("is_multilingual", "condition_on_prev_tokens", "language_per_window"):
+        if not isinstance(values.get(name), bool | None):
+            raise OptionError.of(name, "True or False", values[name])
+    settings = SpeechSettings(**values)
     if settings.return_timestamps not in (None, False, True, "word"):
         raise OptionError.of(
             "return_timestamps", "True for segments, 'word' for words, or False", settings.return_timestamps
@@ -109,6 +110,8 @@ def speech_settings(given: Mapping[str, Any], whisper: Whisper) -> SpeechSetting
         raise OptionError.of("language", "one language for all inputs", settings.language)
     if not settings.temperatures or not all(isinstance(t, int | float) and t >= 0 for t in settings.temperatures):
         raise OptionError.of("temperature", "a number of at least 0, or several", settings.temperature)
+    if settings.language is not None and settings.language_per_window:
+        raise OptionError("`language` names one for all windows, `language_per_window` finds each: leave one out")
     if settings.prompt_condition_type not in ("first-segment", "all-segments"):
         kinds = "'first-segment' or 'all-segments'"
         raise OptionError.of("prompt_condition_type", kinds, settings.prompt_condition_type)

@@ -37,8 +37,8 @@ class Transcription(dict[str, Any]):
     """`text`, and on request `chunks` of `text` and `timestamp`, as transformers' pipeline returns them.
 
     Attributes: `cues`, the chunks as subtitles show them: segments, with `words` in them where words have times;
-    `segments` of each track (the recording, or each of its chunks) with their tokens; `finish_reasons`: why
-    the text of each window with speech ended; `language`, or None where the prompt has none; `duration` of the
+    `segments` of each track (the recording, or each of its chunks) with their tokens; `finish_reasons`: why the text of
+    each window with speech ended; `language`, the first one, or None where the prompt has none; `duration` of the
     recording in seconds; `stats` of the whole call; `seconds`: the call's time, divided among its recordings by
     duration.
     """
@@ -280,21 +280,23 @@ class Transcriber:
 
     def _finished(self, recording: Recording, request: _Request) -> Transcription:
         """The result of a recording that was decoded to its end; warns where a long one has no words."""
-        found = Transcription(self._text(recording, request))
-        if recording.duration >= _WORDLESS and not found["text"].strip():
+        result = Transcription(self._text(recording, request))
+        if recording.duration >= _WORDLESS and not result["text"].strip():
             warnings.warn(
                 f"{recording.name} is {recording.duration:.0f} s of sound, and not a word was heard in it: if it has "
                 "speech, pass `language=`, or a larger model",
                 stacklevel=2,
             )
-        found.cues = found.get("chunks", [])
+        result.cues = result.get("chunks", [])
         if request.settings.return_timestamps == "word":
-            found.cues = recording.cues(self._whisper, found.cues)
-        found.segments = [track.segments for track in recording.tracks]
-        found.finish_reasons = [reason for track in recording.tracks for reason in track.finish_reasons]
-        found.language = next((self._whisper.language(track.opening) for track in recording.tracks), None)
-        found.duration = recording.duration
-        return found
+            result.cues = recording.cues(self._whisper, result.cues)
+        result.segments = [track.segments for track in recording.tracks]
+        result.finish_reasons = [reason for track in recording.tracks for reason in track.finish_reasons]
+        openings = [segment.opening for track in recording.tracks for segment in track.segments]
+        openings += [track.opening for track in recording.tracks]
+        result.language = next(map(self._whisper.language, openings), None)
+        result.duration = recording.duration
+        return result
 
     def _text(self, recording: Recording, request: _Request) -> dict[str, Any]:
         """Text and chunks of a recording, as far as it is decoded."""

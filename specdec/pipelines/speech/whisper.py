@@ -98,10 +98,8 @@ class Whisper:
         code = next((names[token] for token in self.language_token(prompt)), None)
         return None if code is None else LANGUAGES.get(code, code)
 
-    def prompts(
-        self, encoding: Encoding, *, language: str | None, task: str | None, timestamps: Sequence[bool]
-    ) -> list[list[int]]:
-        """The decoder's prompt of each row: start, language, task, and a token where `timestamps[row]` is False.
+    def prompt(self, encoding: Encoding, *, language: str | None, task: str | None, timestamps: bool) -> list[int]:
+        """The decoder's prompt of a row: start, language, task, and a token where it has no `timestamps`.
 
         A language that neither the call nor the checkpoint names is detected, as in transformers. The default task is
         to transcribe: without a task, models repeat words or write nothing.
@@ -114,16 +112,10 @@ class Whisper:
         spoken = begin[1] if len(begin) > 1 else None
         if language is not None:
             spoken = self.language_id(language)
-        found = [spoken] * len(encoding)
         if spoken is None and self.setting("lang_to_id") is not None:
-            heard = BaseModelOutput(last_hidden_state=encoding.hidden)
-            found = self.model.model.detect_language(encoder_outputs=heard, generation_config=self.settings).tolist()
-        return [
-            self._prompt([*begin[:1], one, *begin[2:]], task, stamped)
-            for one, stamped in zip(found, timestamps, strict=True)
-        ]
-
-    def _prompt(self, row: list[int | None], task: str | None, timestamps: bool) -> list[int]:
+            hidden = BaseModelOutput(last_hidden_state=encoding.hidden)
+            spoken = int(self.model.model.detect_language(encoder_outputs=hidden, generation_config=self.settings))
+        row = [*begin[:1], spoken, *begin[2:]]
         tasks = {} if self.setting("is_multilingual") is False else self.setting("task_to_id") or {}
         if task is not None:
             row.append(tasks[task])

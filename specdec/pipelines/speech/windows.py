@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby, islice
 from typing import Any
 
@@ -29,13 +29,14 @@ _WARM = 0.5  # text of this temperature or above is no context for the next wind
 class Segment:
     """A stretch of speech: begin and end in seconds of the recording, and its tokens with their timestamps.
 
-    `token_times`: the second at which each token ends; None without word timestamps.
+    `token_times`: the second at which each token ends; None without word timestamps. `opening`: as of its track.
     """
 
     start: float
     end: float
     tokens: list[int]
     token_times: list[float] | None = None
+    opening: list[int] = field(default_factory=list)
 
 
 def window_segments(
@@ -188,7 +189,8 @@ class Listener:
         before = [min(track.seek, track.heard) for track in tracks]
         features = torch.stack([track.window(self._whisper.frames) for track in tracks])
         encoding = self._whisper.model.encode({"input_features": features})
-        self._open(tracks, encoding)
+        for row, track in enumerate(tracks):
+            self._open(track, encoding.select([row]))
         prompts = [self._prompt(track) for track in tracks]
         kinds = [(len(prompt), track.timestamps) for prompt, track in zip(prompts, tracks, strict=True)]
         whole = _Batch(list(tracks), features, encoding, prompts)
@@ -198,15 +200,12 @@ class Listener:
                 self._advance(batch, i, heard)
         self._progress(sum((min(t.seek, t.heard) - old) * t.pace for t, old in zip(tracks, before, strict=True)))
 
-    def _open(self, tracks: Sequence[Track], encoding: Encoding) -> None:
-        """Sets language and task of new tracks by their first window."""
-        new = [i for i, track in enumerate(tracks) if not track.opening]
-        if new:
-            s = self._settings
-            stamped = [tracks[i].timestamps for i in new]
-            found = self._whisper.prompts(encoding.select(new), language=s.language, task=s.task, timestamps=stamped)
-            for i, opening in zip(new, found, strict=True):
-                tracks[i].opening = opening
+    def _open(self, track: Track, encoding: Encoding) -> None:
+        """Sets language and task of a track by its first window, or of each window if the settings say so."""
+        s = self._settings
+        if s.language_per_window or not track.opening:
+            how: dict[str, Any] = {"language": s.language, "task": s.task, "timestamps": track.timestamps}
+            track.opening = self._whisper.prompt(encoding, **how)
 
     def _prompt(self, track: Track) -> list[int]:
         """The decoder's prompt: `prompt_ids` and earlier text, as far as the settings want them, and the opening."""
@@ -308,7 +307,7 @@ class Listener:
         segments, covered = window_segments(
             tokens, begin=whisper.timestamp_begin, offset=offset, frames=frames, stride=whisper.stride, times=times
         )
-        track.segments += segments
+        track.segments += [replace(segment, opening=track.opening) for segment in segments]
         track.seek += covered if covered > 0 else frames
         rest = tokens[sum(len(segment.tokens) for segment in segments) :]
         begin, steps = whisper.timestamp_begin, covered // whisper.stride  # by which timestamps are earlier there
