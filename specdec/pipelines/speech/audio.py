@@ -79,12 +79,11 @@ def _from_mapping(source: Mapping[str, Any], rate: int) -> Audio:
     samples = source.get("raw", source.get("array"))
     if samples is None or "sampling_rate" not in source:
         raise OptionError.of("inputs", "a mapping with `array` (or `raw`) and `sampling_rate`", sorted(source))
-    given = source["sampling_rate"]
-    if not isinstance(given, int | float) or given <= 0:
-        raise OptionError.of("sampling_rate", "a positive number", given)
-    taken = {"raw", "array", "sampling_rate", "path"}
-    extra = {name: value for name, value in source.items() if name not in taken}
-    return Audio(_resampled([_mono(samples)], given, rate), rate, extra=extra)
+    source_rate = source["sampling_rate"]
+    if not isinstance(source_rate, int | float) or source_rate <= 0:
+        raise OptionError.of("sampling_rate", "a positive number", source_rate)
+    extra = {name: value for name, value in source.items() if name not in ("raw", "array", "sampling_rate", "path")}
+    return Audio(_resampled([_mono(samples)], source_rate, rate), rate, extra=extra)
 
 
 def _mono(source: Any) -> Samples:
@@ -139,16 +138,17 @@ def _blocks(file: Any, name: str) -> Iterator[Samples]:
         yield _checked(block.mean(1, dtype=np.float32), name)
 
 
-def _resampled(blocks: Any, given: float, rate: int) -> Samples:
-    """The blocks of samples, joined, at `rate`."""
-    if given == rate:
+def _resampled(blocks: Any, source_rate: float, rate: int) -> Samples:
+    """The blocks of samples at `source_rate`, joined, at `rate`."""
+    if source_rate == rate:
         parts = list(blocks)
     else:
         try:
             import soxr
         except ImportError:
-            raise SpecdecError(f"sound at {given:g} Hz must be brought to {rate} Hz, with soxr: {_INSTALL}") from None
-        stream = soxr.ResampleStream(given, rate, 1, dtype="float32")
+            problem = f"sound at {source_rate:g} Hz must be brought to {rate} Hz, with soxr"
+            raise SpecdecError(f"{problem}: {_INSTALL}") from None
+        stream = soxr.ResampleStream(source_rate, rate, 1, dtype="float32")
         parts = [stream.resample_chunk(np.ascontiguousarray(block)) for block in blocks]
         parts.append(stream.resample_chunk(np.empty(0, np.float32), last=True))
     return np.concatenate(parts) if parts else np.empty(0, np.float32)
@@ -168,7 +168,7 @@ def log_mel(samples: Samples, extractor: Any) -> Tensor:
     window = torch.hann_window(size)
     filters = torch.from_numpy(extractor.mel_filters).float().T.contiguous()
     frames = len(samples) // hop
-    found = torch.empty(filters.shape[0], frames)
+    features = torch.empty(filters.shape[0], frames)
     for begin in range(0, frames, _FRAMES):
         end = min(begin + _FRAMES, frames)
         first, last = begin * hop - size // 2, (end - 1) * hop + size - size // 2
@@ -178,6 +178,6 @@ def log_mel(samples: Samples, extractor: Any) -> Tensor:
         stft = torch.stft(
             torch.from_numpy(np.ascontiguousarray(piece)), size, hop, window=window, center=False, return_complex=True
         )
-        found[:, begin:end] = (filters @ (stft.abs() ** 2)).clamp_(min=1e-10).log10_()
-    torch.maximum(found, found.max() - 8.0, out=found)
-    return found.add_(4.0).div_(4.0)
+        features[:, begin:end] = (filters @ (stft.abs() ** 2)).clamp_(min=1e-10).log10_()
+    torch.maximum(features, features.max() - 8.0, out=features)
+    return features.add_(4.0).div_(4.0)

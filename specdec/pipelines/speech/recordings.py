@@ -90,10 +90,10 @@ class Recording:
             self.strides, before = [], None
             for begin, end, left, right in chunking.cut(len(samples)):
                 self.strides.append(((end - begin) / audio.rate, left / audio.rate, right / audio.rate))
-                features, heard = log_mel(samples[begin:end], extractor), -(-(end - begin) // hop)
+                features, frames = log_mel(samples[begin:end], extractor), -(-(end - begin) // hop)
                 again = chunking.left + chunking.right if begin else 0  # samples that the chunk before has too
                 pace = FRAME_SECONDS * (end - begin - again) / (end - begin)
-                track = Track(number, features, heard, timestamps, pace, before=before)
+                track = Track(number, features, frames, timestamps, pace, before=before)
                 track.shared_from = 1 - again / chunking.length
                 number, before = number + 1, track
                 yield track
@@ -116,8 +116,8 @@ class Recording:
         elif self.tracks:
             pieces = [self._piece(i, whisper, timestamps, language) for i in range(len(self.tracks))]
             how: dict[str, Any] = {"timestamps": timestamps, "language": language, "seconds": seconds}
-            text, found = transcript(whisper.tokenizer, pieces, **how)
-            chunks = found.get("chunks", [])
+            text, merged = transcript(whisper.tokenizer, pieces, **how)
+            chunks = merged.get("chunks", [])
         shown = {"chunks": chunks} if timestamps or language else {}
         return {"text": text, **shown, **{name: [value] for name, value in self.extra.items()}}
 

@@ -104,11 +104,11 @@ class Transcriber:
         self._extractor: Any = feature_extractor or getattr(processor, "feature_extractor", None)
         if tokenizer is None or self._extractor is None:
             raise OptionError("a Transcriber needs `processor=`, or `tokenizer=` and `feature_extractor=`: pass them")
-        self._defaults = {name: options.pop(name) for name in (*_CALL, *NAMES) if name in options}
+        self._defaults = _taken(options, (*_CALL, *NAMES))
         if isinstance(target, SpecGenerator):
             if draft is not None or options:
-                own = "draft" if draft is not None else next(iter(options))
-                raise OptionError(f"`{own}` belongs to the SpecGenerator: set it there, or pass the model")
+                name = "draft" if draft is not None else next(iter(options))
+                raise OptionError(f"`{name}` belongs to the SpecGenerator: set it there, or pass the model")
             self.generator = target
         else:
             self.generator = SpecGenerator(target, draft, tokenizer=tokenizer, **options)
@@ -118,14 +118,12 @@ class Transcriber:
     @classmethod
     def from_pretrained(cls, target: str | PathLike[str], draft: Any = None, **options: Any) -> Transcriber:
         """A transcriber with target and draft by id or folder; `options` as in `SpecGenerator.from_pretrained`."""
-        own = {
-            name: options.pop(name) for name in (*_CALL, *NAMES, "processor", "feature_extractor") if name in options
-        }
-        if "processor" not in own:
-            own["processor"] = processor_beside(
+        parts = _taken(options, (*_CALL, *NAMES, "processor", "feature_extractor"))
+        if "processor" not in parts:
+            parts["processor"] = processor_beside(
                 target, options.get("revision"), trust_remote_code=bool(options.get("trust_remote_code"))
             )
-        return cls(SpecGenerator.from_pretrained(str(target), draft, **options), **own)
+        return cls(SpecGenerator.from_pretrained(str(target), draft, **options), **parts)
 
     def __repr__(self) -> str:
         return f"Transcriber({self.generator.target!r}, draft={self.generator.draft!r})"
@@ -140,7 +138,7 @@ class Transcriber:
         window by window, or with `chunk_length_s` in chunks that overlap by `stride_length_s` on both sides (by default
         a sixth); `batch_size` windows or chunks at a time. `return_timestamps`: True for segments, "word" for words;
         `return_language` adds the language to chunks. `generate_kwargs`, whose items may also be passed as arguments:
-        the fields of `SpeechSettings` and the options of `SpecGenerator.generate`. `progress(done, known)` is called
+        the fields of `SpeechSettings` and the options of `SpecGenerator.generate`. `progress(done, whole)` is called
         with seconds of sound.
 
         Raises OptionError for wrong options before decoding, and for an unreadable recording when it is reached; with
@@ -162,14 +160,14 @@ class Transcriber:
         text that a later window may change (overlapping chunks, words with times) is one piece at the end.
         """
         request, yielded = self._request(options, progress), ""
-        recordings, found = list[Recording](), list[Transcription | None]()
+        recordings, results = list[Recording](), list[Transcription | None]()
         is_final = request.chunking is None and request.settings.return_timestamps != "word"
-        for _ in self._windows([source], recordings, found, request):
+        for _ in self._windows([source], recordings, results, request):
             text = self._text(recordings[0], request)["text"] if is_final else ""
             if text != yielded and text.startswith(yielded):
                 yield text[len(yielded) :]
                 yielded = text
-        [transcription] = found
+        [transcription] = results
         assert transcription is not None
         if rest := transcription["text"][len(yielded) :]:
             yield rest
@@ -178,29 +176,28 @@ class Transcriber:
     def _check_parts(self) -> None:
         """Raises OptionError where extractor, target and draft read different features."""
         whisper, extractor = self._whisper, self._extractor
-        heard = (extractor.feature_size, extractor.nb_max_frames)
-        if heard != (whisper.mels, whisper.frames):
+        size = (extractor.feature_size, extractor.nb_max_frames)
+        if size != (whisper.mels, whisper.frames):
             expected = f"one of {whisper.mels} mels and {whisper.frames} frames, as the target reads"
-            raise OptionError.of("feature_extractor", expected, heard)
+            raise OptionError.of("feature_extractor", expected, size)
         draft = self.generator.draft
         for model in draft.models if draft is not None else ():
             if not model.is_encoder_decoder or model.config.model_type != "whisper":
                 continue
-            heard = (model.config.num_mel_bins, model.config.max_source_positions)
-            if heard != (whisper.mels, whisper.positions):
+            size = (model.config.num_mel_bins, model.config.max_source_positions)
+            if size != (whisper.mels, whisper.positions):
                 reads = f"{whisper.mels} mels and {whisper.positions} positions"
-                raise OptionError.of("draft", f"a model that reads {reads}, as the target does", heard)
+                raise OptionError.of("draft", f"a model that reads {reads}, as the target does", size)
 
     def _request(
-        self, given: Mapping[str, Any], progress: Progress | None = None, on_error: OnError | None = None
+        self, arguments: Mapping[str, Any], progress: Progress | None = None, on_error: OnError | None = None
     ) -> _Request:
         """A call's options over the defaults, checked."""
-        options = {**_flat(self._defaults), **_flat(given)}
+        options = {**_flat(self._defaults), **_flat(arguments)}
         options = {name: value for name, value in options.items() if value is not None and name not in _IGNORED}
-        own = {name: options.pop(name) for name in _CALL if name in options}
-        own_settings = {name: options.pop(name) for name in NAMES if name in options}
+        call, speech = _taken(options, _CALL), _taken(options, NAMES)
         if options.pop("do_sample", False):
-            own_settings.setdefault("temperature", 1.0)  # `generate` samples at this temperature by default
+            speech.setdefault("temperature", 1.0)  # `generate` samples at this temperature by default
         if "seed" not in options:
             options["seed"] = int(torch.randint(2**62, ()))
         if not isinstance(options["seed"], int):
@@ -211,39 +208,40 @@ class Transcriber:
             if options.get(name, 1) != 1:
                 raise OptionError(f"`{name}` above 1 is not supported by a Transcriber: call SpecGenerator for it")
         refuse_outputs("Transcriber", options)
-        batch_size = own.get("batch_size", 1)
+        batch_size = call.get("batch_size", 1)
         check_whole("batch_size", batch_size)
-        chunking = read_chunking(own.get("chunk_length_s"), own.get("stride_length_s"), self._extractor)
-        settings = speech_settings(own_settings, self._whisper)
+        chunking = read_chunking(call.get("chunk_length_s"), call.get("stride_length_s"), self._extractor)
+        settings = speech_settings(speech, self._whisper)
         for temperature in settings.temperatures:
             self.generator.options(**options_at(temperature, options, settings))
-        language = bool(own.get("return_language"))
+        language = bool(call.get("return_language"))
         return _Request(settings, chunking, batch_size, language, options, progress, on_error)
 
     def _stream(self, inputs: Iterator[Any], request: _Request) -> Iterator[Transcription | None]:
         first = 0
         while batch := list(islice(inputs, request.batch_size)):
-            recordings, found = list[Recording](), list[Transcription | None]()
-            for _ in self._windows(batch, recordings, found, request, first):
-                pass
-            yield from found
+            recordings = list[Recording]()
+            yield from self._transcribe(batch, request, recordings, first)
             first += sum(len(recording.tracks) for recording in recordings)
 
-    def _transcribe(self, inputs: Iterable[Any], request: _Request) -> list[Transcription | None]:
-        found: list[Transcription | None] = []
-        for _ in self._windows(inputs, [], found, request):
+    def _transcribe(
+        self, inputs: Iterable[Any], request: _Request, recordings: list[Recording] | None = None, first: int = 0
+    ) -> list[Transcription | None]:
+        """The results of all inputs; `recordings` and `first` as in `_windows`."""
+        results: list[Transcription | None] = []
+        for _ in self._windows(inputs, [] if recordings is None else recordings, results, request, first):
             pass
-        return found
+        return results
 
     def _windows(
         self,
         inputs: Iterable[Any],
         recordings: list[Recording],
-        found: list[Transcription | None],
+        results: list[Transcription | None],
         request: _Request,
         first: int = 0,
     ) -> Iterator[None]:
-        """Transcribes all inputs; yields after each window, and fills `recordings`, and at the end `found`.
+        """Transcribes all inputs; yields after each window, and fills `recordings`, and at the end `results`.
 
         `first`: the number of their first track, on which its draws depend.
         """
@@ -274,8 +272,8 @@ class Transcriber:
         yield from listener.listen(tracks(), request.batch_size)
         seconds, stats = clock() - began, total(listener.stats)
         whole = sum(recording.duration for recording in recordings) or 1.0
-        found += [None if recording.failed else self._finished(recording, request) for recording in recordings]
-        for transcription in filter(None, found):
+        results += [None if recording.failed else self._finished(recording, request) for recording in recordings]
+        for transcription in filter(None, results):
             transcription.seconds, transcription.stats = seconds * transcription.duration / whole, stats
 
     def _finished(self, recording: Recording, request: _Request) -> Transcription:
@@ -308,15 +306,20 @@ class Transcriber:
         )
 
 
-def _flat(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Options with the items of their `generate_kwargs`; raises OptionError for one that is given both ways."""
-    own = {name: value for name, value in given.items() if name != "generate_kwargs" and value is not None}
-    more = given.get("generate_kwargs") or {}
-    if not isinstance(more, Mapping):
-        raise OptionError.of("generate_kwargs", "a mapping of options", more)
-    if both := [name for name in more if name in own]:
+def _taken(options: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """The options of these names, which it removes."""
+    return {name: options.pop(name) for name in names if name in options}
+
+
+def _flat(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options with the items of their `generate_kwargs`; raises OptionError for one that is passed both ways."""
+    flat = {name: value for name, value in options.items() if name != "generate_kwargs" and value is not None}
+    nested = options.get("generate_kwargs") or {}
+    if not isinstance(nested, Mapping):
+        raise OptionError.of("generate_kwargs", "a mapping of options", nested)
+    if both := [name for name in nested if name in flat]:
         raise OptionError(f"`{both[0]}` is given twice, also in `generate_kwargs`: pass it once")
-    return {**more, **own}
+    return {**nested, **flat}
 
 
 def processor_beside(target: Any, revision: str | None = None, *, trust_remote_code: bool = False) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -64,8 +65,8 @@ class Whisper:
             raise OptionError("`language` and `task` do not apply to an English-only model: leave them out")
         if task is not None and task not in TASK_IDS:
             raise OptionError.of("task", " or ".join(sorted(TASK_IDS)), task)
-        for name, asked, table in (("language", language, "lang_to_id"), ("task", task, "task_to_id")):
-            if asked is not None and self.setting(table) is None:
+        for name, value, table in (("language", language, "lang_to_id"), ("task", task, "task_to_id")):
+            if value is not None and self.setting(table) is None:
                 raise UnsupportedError(
                     f"`{name}` needs a checkpoint whose generation config has `{table}`: leave it out"
                 )
@@ -79,18 +80,18 @@ class Whisper:
 
     def language_id(self, language: str) -> int:
         """The token of a language, by its name, code or token; raises OptionError for an unknown one."""
-        known: dict[str, int] = self.setting("lang_to_id")
+        ids: dict[str, int] = self.setting("lang_to_id")
         word = language.lower()
-        token = word if word in known else f"<|{TO_LANGUAGE_CODE.get(word, word)}|>"
-        if token not in known:
-            choices = ", ".join(LANGUAGES.get(name[2:-2], name) for name in known)
+        token = word if word in ids else f"<|{TO_LANGUAGE_CODE.get(word, word)}|>"
+        if token not in ids:
+            choices = ", ".join(LANGUAGES.get(name[2:-2], name) for name in ids)
             raise OptionError.of("language", f"one that the model knows ({choices})", language)
-        return known[token]
+        return ids[token]
 
     def language_token(self, prompt: Sequence[int]) -> list[int]:
         """The language token of a prompt, as a list of at most one."""
-        known = set((self.setting("lang_to_id") or {}).values())
-        return [token for token in prompt if token in known][:1]
+        ids = set((self.setting("lang_to_id") or {}).values())
+        return [token for token in prompt if token in ids][:1]
 
     def language(self, prompt: Sequence[int]) -> str | None:
         """The English name of a prompt's language; None without a language token."""
@@ -135,8 +136,8 @@ class Whisper:
         `start`: how many tokens before the prompt's end the start token is.
         """
         ids = torch.tensor([[*prompt, *tokens]], device=self.model.device)
-        heard = BaseModelOutput(last_hidden_state=encoding.hidden)
-        logits = self.model.model(encoder_outputs=heard, decoder_input_ids=ids[:, :-1]).logits[0].float()
+        hidden = BaseModelOutput(last_hidden_state=encoding.hidden)
+        logits = self.model.model(encoder_outputs=hidden, decoder_input_ids=ids[:, :-1]).logits[0].float()
         silence = logits[len(prompt) - start].softmax(-1)[self.timestamp_begin - 2]
         logits[:, self.setting("suppress_tokens") or []] = -torch.inf
         logits[len(prompt) - 1, self.setting("begin_suppress_tokens") or []] = -torch.inf
@@ -184,16 +185,13 @@ def attention_maps(model: Any, hidden: Tensor, ids: Tensor, heads: Sequence[Sequ
     `hidden`: the encoder's output. Hooks compute it, since not every attention implementation returns attentions.
     """
     layers = model.get_decoder().layers
-    found: dict[int, Tensor] = {}
+    maps: dict[int, Tensor] = {}
 
-    def keep(layer: int) -> Any:
-        def hook(module: Any, args: tuple[Any, ...], given: dict[str, Any]) -> None:
-            found[layer] = _attention(module, args[0] if args else given["hidden_states"], hidden)
-
-        return hook
+    def read(layer: int, module: Any, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+        maps[layer] = _attention(module, args[0] if args else named["hidden_states"], hidden)
 
     hooks = [
-        layers[layer].encoder_attn.register_forward_pre_hook(keep(layer), with_kwargs=True)
+        layers[layer].encoder_attn.register_forward_pre_hook(partial(read, layer), with_kwargs=True)
         for layer in {layer for layer, _ in heads}
     ]
     try:
@@ -201,7 +199,7 @@ def attention_maps(model: Any, hidden: Tensor, ids: Tensor, heads: Sequence[Sequ
     finally:
         for handle in hooks:
             handle.remove()
-    return torch.stack([found[layer][head] for layer, head in heads])
+    return torch.stack([maps[layer][head] for layer, head in heads])
 
 
 def _attention(module: nn.Module, states: Tensor, hidden: Tensor) -> Tensor:

@@ -80,8 +80,8 @@ def window_segments(
 def options_at(temperature: float, options: Mapping[str, Any], settings: SpeechSettings) -> dict[str, Any]:
     """The options of `generate` for a try at this temperature."""
     if temperature > 0:
-        kept = {name: value for name, value in options.items() if name not in BEAMS_ONLY}
-        return {**kept, "do_sample": True, "temperature": temperature, "num_beams": 1}
+        others = {name: value for name, value in options.items() if name not in BEAMS_ONLY}
+        return {**others, "do_sample": True, "temperature": temperature, "num_beams": 1}
     warmer = any(settings.temperatures)  # options of sampling are for these tries
     return {"do_sample": False, **{name: value for name, value in options.items() if not (warmer and name in DRAWING)}}
 
@@ -90,17 +90,17 @@ def options_at(temperature: float, options: Mapping[str, Any], settings: SpeechS
 class Track:
     """Sound that is decoded on its own, and its text so far.
 
-    `features` `[mels, frames]`, of which `heard` are sound and the rest padding to a window. `timestamps`: whether they
-    are decoded with the text. `pace`: seconds of new sound per frame, fewer where tracks overlap. `seek`: the frame at
-    which the next window begins. `opening`: the prompt's tokens of language and task. `trusted`: the last text may be
-    context for the next window. `finish_reasons`: of its windows with speech. `ahead`: tokens after the last window's
-    last timestamp, whose sound the next window has again. `before`: the track that has the same sound as this one, from
-    its fraction `shared_from` on.
+    `features` `[mels, frames]`, of which `sound_frames` are sound and the rest padding to a window. `timestamps`:
+    whether they are decoded with the text. `pace`: seconds of new sound per frame, fewer where tracks overlap. `seek`:
+    the frame at which the next window begins. `opening`: the prompt's tokens of language and task. `trusted`: the last
+    text may be context for the next window. `finish_reasons`: of its windows with speech. `ahead`: tokens after the
+    last window's last timestamp, whose sound the next window has again. `before`: the track that has the same sound as
+    this one, from its fraction `shared_from` on.
     """
 
     number: int
     features: Tensor
-    heard: int
+    sound_frames: int
     timestamps: bool
     pace: float = FRAME_SECONDS
     seek: int = 0
@@ -140,7 +140,7 @@ class Track:
 
 
 @dataclass
-class _Heard:
+class _Decoded:
     """One decoded window: its tokens up to the end token, why it ended, the temperature; `skip`: it is silent."""
 
     tokens: list[int]
@@ -186,7 +186,7 @@ class Listener:
 
     def _round(self, tracks: Sequence[Track]) -> None:
         """Decodes one window of each track."""
-        before = [min(track.seek, track.heard) for track in tracks]
+        before = [min(track.seek, track.sound_frames) for track in tracks]
         features = torch.stack([track.window(self._whisper.frames) for track in tracks])
         encoding = self._whisper.model.encode({"input_features": features})
         for row, track in enumerate(tracks):
@@ -196,9 +196,9 @@ class Listener:
         whole = _Batch(list(tracks), features, encoding, prompts)
         for _, group in groupby(sorted(range(len(tracks)), key=kinds.__getitem__), key=kinds.__getitem__):
             batch = whole.select(list(group))
-            for i, heard in enumerate(self._heard(batch)):
-                self._advance(batch, i, heard)
-        self._progress(sum((min(t.seek, t.heard) - old) * t.pace for t, old in zip(tracks, before, strict=True)))
+            for i, decoded in enumerate(self._decoded(batch)):
+                self._advance(batch, i, decoded)
+        self._progress(sum((min(t.seek, t.sound_frames) - old) * t.pace for t, old in zip(tracks, before, strict=True)))
 
     def _open(self, track: Track, encoding: Encoding) -> None:
         """Sets language and task of a track by its first window, or of each window if the settings say so."""
@@ -210,26 +210,26 @@ class Listener:
     def _prompt(self, track: Track) -> list[int]:
         """The decoder's prompt: `prompt_ids` and earlier text, as far as the settings want them, and the opening."""
         s, whisper = self._settings, self._whisper
-        given = list(s.prompt_ids or ())
+        wanted = list(s.prompt_ids or ())
         first = s.prompt_condition_type == "first-segment"
         before, suppressed = whisper.setting("prev_sot_token_id"), whisper.setting("suppress_tokens") or []
         if before is None and len(suppressed) >= 2:  # where older checkpoints have it
             before = suppressed[-2]
-        if not (s.condition_on_prev_tokens and track.trusted and (track.segments or (given and first))):
-            return [*given, *track.opening]
+        if not (s.condition_on_prev_tokens and track.trusted and (track.segments or (wanted and first))):
+            return [*wanted, *track.opening]
         context: list[int] = []
         for tokens in (segment.tokens for segment in track.segments):
             twice = len(tokens) > 2 and tokens[-2] >= whisper.timestamp_begin  # timestamps at the end: one is enough
             context += tokens[:-1] if twice else tokens
         if first:
-            context = given[given[:1] == [before] :] + context
-        start = given if given and not first else [] if before is None else [before]
+            context = wanted[wanted[:1] == [before] :] + context
+        start = wanted if wanted and not first else [] if before is None else [before]
         return [*start, *context[1 - self._positions // 2 :], *track.opening]
 
-    def _heard(self, batch: _Batch) -> list[_Heard]:
+    def _decoded(self, batch: _Batch) -> list[_Decoded]:
         """The decoded text of each row, at the first temperature whose text is accepted, else at the last."""
         s = self._settings
-        found: dict[int, _Heard] = {}
+        texts: dict[int, _Decoded] = {}
         pending = list(range(len(batch.tracks)))
         for temperature in s.temperatures:
             part = batch.select(pending)
@@ -238,13 +238,13 @@ class Listener:
             reasons = self.stats[-1].finish_reasons
             for i, (row, tokens) in enumerate(zip(pending, out.new_tokens(), strict=True)):
                 log_prob = None if s.logprob_threshold is None else _mean_log_prob(out, i, tokens, temperature)
-                found[row] = _Heard(tokens, reasons[i], temperature, self._is_silent(part, i, tokens, log_prob))
-                if not found[row].skip and s.distrusts(tokens, log_prob, self._whisper.model.vocab_size):
+                texts[row] = _Decoded(tokens, reasons[i], temperature, self._is_silent(part, i, tokens, log_prob))
+                if not texts[row].skip and s.distrusts(tokens, log_prob, self._whisper.model.vocab_size):
                     again.append(row)
             pending = again
             if not pending:
                 break
-        return [found[row] for row in range(len(batch.tracks))]
+        return [texts[row] for row in range(len(batch.tracks))]
 
     def _is_silent(self, batch: _Batch, row: int, tokens: Sequence[int], log_prob: float | None) -> bool:
         """Whether silence is likelier than a row's text, which costs a pass where the text may be made of it."""
@@ -287,19 +287,19 @@ class Listener:
             raise OptionError(f"the prompt of {prompt} tokens leaves the model no room for text: shorten `prompt_ids`")
         return min(limit, most)
 
-    def _advance(self, batch: _Batch, row: int, heard: _Heard) -> None:
+    def _advance(self, batch: _Batch, row: int, decoded: _Decoded) -> None:
         """Adds a decoded window to its track, and moves on to the end of its segments."""
         track, whisper = batch.tracks[row], self._whisper
         frames = min(track.frames - track.seek, whisper.frames)
-        track.trusted = heard.temperature < _WARM
-        if heard.skip:
+        track.trusted = decoded.temperature < _WARM
+        if decoded.skip:
             track.seek += frames
             return
-        track.finish_reasons.append(heard.finish)
+        track.finish_reasons.append(decoded.finish)
         offset = track.seek * TOKEN_SECONDS / whisper.stride
-        tokens, times = heard.tokens, None
+        tokens, times = decoded.tokens, None
         if self._settings.return_timestamps == "word":
-            sound = max(min(track.heard - track.seek, whisper.frames), 1)
+            sound = max(min(track.sound_frames - track.seek, whisper.frames), 1)
             times = whisper.times(batch.encoding.select([row]), batch.prompts[row], tokens, sound)
             times = [time + offset for time in times]
         if tokens[-1:] == [whisper.end]:

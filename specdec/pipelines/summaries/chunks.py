@@ -25,12 +25,12 @@ def sentences(text: str) -> list[str]:
 
     A full stop ends no sentence after an initial or a common English abbreviation, nor before a small letter.
     """
-    found, begin = [], 0
+    pieces, begin = [], 0
     for end in _END.finditer(text):
         if not _goes_on(text, begin, end):
-            found.append(text[begin : end.end()])
+            pieces.append(text[begin : end.end()])
             begin = end.end()
-    return [*found, text[begin:]] if begin < len(text) else found
+    return [*pieces, text[begin:]] if begin < len(text) else pieces
 
 
 def whole_sentences(text: str) -> str:
@@ -84,8 +84,8 @@ def _cut(piece: str, budget: int, count: Count) -> list[str]:
     at = half = len(piece) // 2
     for pattern in _BREAKS:  # a line end, else a space, nearest to the middle and within the middle half
         ends = (m.end() for m in pattern.finditer(piece, half // 2, len(piece) - half // 2) if m.end() < len(piece))
-        if (found := min(ends, key=lambda end: abs(end - half), default=None)) is not None:
-            at = found
+        if (nearest := min(ends, key=lambda end: abs(end - half), default=None)) is not None:
+            at = nearest
             break
     return _cut(piece[:at], budget, count) + _cut(piece[at:], budget, count)
 

@@ -64,10 +64,13 @@ class _Decoded:
 
 @dataclass(frozen=True)
 class _Plan:
-    """A call's options: at most `budget` input tokens (None: any number) and `limit` new ones per pass."""
+    """A call's options, as they were read and as `arguments` of `generate`.
+
+    A pass has at most `budget` input tokens (None: any number) and `limit` new ones.
+    """
 
     options: Options
-    given: dict[str, Any]
+    arguments: dict[str, Any]
     budget: int | None
     limit: int
     truncate: bool
@@ -104,7 +107,7 @@ class Summarizer:
             check_whole("chunk_tokens", chunk_tokens)
         if isinstance(target, SpecGenerator):
             draft = None if draft == AUTO else draft
-            if idle := [name for name, given in {"draft": draft, **options}.items() if given is not None]:
+            if idle := [name for name, value in {"draft": draft, **options}.items() if value is not None]:
                 raise OptionError(f"`{idle[0]}` belongs to the SpecGenerator: set it there, or pass the model")
             self.generator = target
         else:
@@ -137,8 +140,8 @@ class Summarizer:
         With `num_return_sequences` above 1, several texts return a list of lists. Raises OptionError.
         """
         texts = [documents] if isinstance(documents, str) else documents
-        found = self.summarize(texts, **options).documents
-        records = [[{"summary_text": text} for text in summary.texts] for summary in found]
+        summaries = self.summarize(texts, **options).documents
+        records = [[{"summary_text": text} for text in summary.texts] for summary in summaries]
         if isinstance(documents, str):
             return records[0]
         return [row[0] for row in records] if all(len(row) == 1 for row in records) else records
@@ -183,11 +186,12 @@ class Summarizer:
         seeds = batch_seeds(plan.options, len(parts))
         while long := [d for d, pieces in enumerate(parts) if len(pieces) > 1]:
             pieces = [piece for d in long for piece in parts[d]]
-            own = None
-            if seeds is not None:  # of each piece, by its text and its number in it
+            piece_seeds = None
+            if seeds is not None:  # by a piece's text and its number in it
                 firsts = [fold(seeds[d * plan.options.copies], i + 1) for d in long for i in range(len(parts[d]))]
-                own = [fold(seed, sample) for seed in firsts for sample in range(plan.options.num_samples or 1)]
-            out = self._decode(pieces, {**plan.given, "num_return_sequences": 1}, plan, own)
+                samples = range(plan.options.num_samples or 1)
+                piece_seeds = [fold(seed, sample) for seed in firsts for sample in samples]
+            out = self._decode(pieces, {**plan.arguments, "num_return_sequences": 1}, plan, piece_seeds)
             stats.append(out.stats)
             _tell_cut(out.stats, "summaries of parts", plan.limit)
             ended = zip(out.new, out.stats.finish_reasons, strict=True)
@@ -201,7 +205,7 @@ class Summarizer:
                     )
                 parts[d] = joined
                 counts[d].append(len(joined))
-        out = self._decode([pieces[0] for pieces in parts], plan.given, plan, seeds)
+        out = self._decode([pieces[0] for pieces in parts], plan.arguments, plan, seeds)
         _tell_cut(out.stats, "summaries", plan.limit)
         reasons = iter(out.stats.finish_reasons)
         documents = [
@@ -215,15 +219,15 @@ class Summarizer:
         ]
         return Summaries(documents, total([*stats, out.stats]))
 
-    def _decode(self, texts: list[str], given: Mapping[str, Any], plan: _Plan, seeds: list[int] | None) -> _Decoded:
-        """Decodes `batch_size` texts at a time; `seeds` of all rows, and the call's other options (`given`)."""
+    def _decode(self, texts: list[str], arguments: Mapping[str, Any], plan: _Plan, seeds: list[int] | None) -> _Decoded:
+        """Decodes `batch_size` texts at a time; `seeds` of all rows, and the call's other `arguments`."""
         prompts = self._ids(texts, plan.limit, plan.budget if plan.truncate else None)
         decoded, starts, stats = list[list[list[int]]](), list[list[int]](), list[Stats]()
         rows = len(seeds) // len(prompts) if seeds else 0
         for first in range(0, len(prompts), plan.batch_size):
             batch = prompts[first : first + plan.batch_size]
-            own = seeds[first * rows : (first + len(batch)) * rows] if seeds else None
-            out = self.generator.generate(batch, **{**given, "seed": own})
+            of_batch = seeds[first * rows : (first + len(batch)) * rows] if seeds else None
+            out = self.generator.generate(batch, **{**arguments, "seed": of_batch})
             assert out.sequences is not None
             assert out.stats is not None
             new = out.new_tokens()
@@ -258,9 +262,9 @@ class Summarizer:
     def _text(self, ids: list[int], plan: _Plan) -> str:
         return decode(self._tokenizer, ids, plan.options.cut_before)
 
-    def _plan(self, given: dict[str, Any], truncate: bool, batch_size: int) -> _Plan:
+    def _plan(self, arguments: dict[str, Any], truncate: bool, batch_size: int) -> _Plan:
         """The call's options; lengths count the summary alone."""
-        options = self.generator.options(**given)
+        options = self.generator.options(**arguments)
         limit = options.max_new_tokens or options.max_length
         if limit is None:
             raise OptionError("a summary needs a length limit: pass `max_new_tokens=`")
@@ -268,8 +272,8 @@ class Summarizer:
         if self._target.is_encoder_decoder:
             limit -= options.max_new_tokens is None  # `max_length` counts the decoder's start id
         else:
-            given = {**given, "max_length": None, "min_length": None, "max_new_tokens": limit}
-            given["min_new_tokens"] = options.min_new_tokens or options.min_length or None
+            arguments = {**arguments, "max_length": None, "min_length": None, "max_new_tokens": limit}
+            arguments["min_new_tokens"] = options.min_new_tokens or options.min_length or None
             room = None if room is None else room - limit
         budget = min((n for n in (room, self._chunk_tokens) if n is not None), default=None)
         if budget is not None and budget < 1:
@@ -277,7 +281,7 @@ class Summarizer:
                 f"{limit} new tokens leave no room for a text before them, since the target reads {budget + limit} at "
                 "most: lower `max_new_tokens`"
             )
-        return _Plan(options, given, budget, limit, truncate, batch_size)
+        return _Plan(options, arguments, budget, limit, truncate, batch_size)
 
     def _count(self, texts: Sequence[str], limit: int) -> list[int]:
         return list(map(len, self._ids(texts, limit)))
@@ -327,10 +331,9 @@ def _context(target: Any, tokenizer: Any) -> int | None:
     config = target.config
     if target.is_encoder_decoder:
         config = getattr(target.model.config, "encoder", config)
-    known = [getattr(config, name, None) for name in _POSITIONS]
-    length = getattr(tokenizer, "model_max_length", None)
-    lengths = [next((n for n in known if n is not None), None), length]
-    return min((int(n) for n in lengths if n is not None and n < _UNKNOWN), default=None)
+    positions = [n for name in _POSITIONS if (n := getattr(config, name, None)) is not None]
+    lengths = [*positions[:1], getattr(tokenizer, "model_max_length", None) or _UNKNOWN]
+    return min((int(n) for n in lengths if n < _UNKNOWN), default=None)
 
 
 def _check_call(batch_size: int, options: Mapping[str, Any]) -> None:
