@@ -44,7 +44,7 @@ class HybridDraft(WrappedDraft):
     The text draft guesses in every round, used or not, and learns from the emitted tokens; the model drafts only where
     it is chosen, and then reads what it missed, if the rest of the text is long enough for that. Its chains go on with
     copies of what followed the same tokens before. The choice precedes the model's draws, so q stays their
-    distribution.
+    distribution. `odds`: what all its proposers learned.
     """
 
     reads_predictions = True
@@ -53,14 +53,14 @@ class HybridDraft(WrappedDraft):
         if not isinstance(text, TextDraft):
             raise OptionError.of("text", "a text draft such as NgramDraft() or SuffixDraft()", text)
         super().__init__(model)
-        self.text, self.model, self._odds = text, model, Odds()
+        self.text, self.model, self.odds = text, model, Odds()
 
     def __repr__(self) -> str:
         return f"HybridDraft({self.text!r}, {self.model!r})"
 
     def start(self, vocab_size: int) -> HybridProposer:
         """A proposer without sequences; all proposers share the estimates for the model draft."""
-        return HybridProposer(self.text.start(vocab_size), self.model.start(vocab_size), self.text.source, self._odds)
+        return HybridProposer(self.text.start(vocab_size), self.model.start(vocab_size), self.text.source, self.odds)
 
 
 class HybridProposer(Proposer):
