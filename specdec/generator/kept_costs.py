@@ -55,7 +55,7 @@ def place(target: LanguageModel, draft: Draft | None, family: Hashable) -> Path 
     if folder is None or not all(names):
         return None
     parts = [_machine(), f"{torch.get_num_threads()} threads", repr(draft), repr(family), *names]
-    parts += [f"{model!r} {model.weight_kind} {model.weight_bytes}" for model in models]
+    parts += [f"{model!r} {model.weight_kind}" for model in models]
     digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()
     return folder / "costs" / f"{digest[:16]}.json"
 

@@ -70,19 +70,17 @@ class HybridProposer(Proposer):
         self._text, self._inner, self._source, self._odds = text, model, source, odds
         self._ended: float | None = None
         self._read: set[int] = set()
-        self._pending: dict[int, tuple[int, Tree]] = {}
+        self._last: dict[int, tuple[int, Tree | None]] = {}  # lengths of texts, and the model's proposals, if any
         self._copies: dict[int, Tree] = {}  # this round's, until they are proposed
         self._chosen: set[int] = set()  # the ids of those that prefer the model in this round
-        self._lengths: dict[int, int] = {}  # of texts whose last proposal was copied
 
     def readers(self, seqs: Sequence[SequenceView], budgets: Sequence[Budget]) -> Sequence[SequenceView]:
         """The readers among the sequences that prefer the model."""
         self._learn(seqs)
-        self._copies = {
-            seq.id: cut(*self._text.guess(seq, budget.limit), seq, budget, self._source)
-            for seq, budget in zip(seqs, budgets, strict=True)
-        }
         pairs = list(zip(seqs, budgets, strict=True))
+        self._copies = {
+            seq.id: cut(*self._text.guess(seq, budget.limit), seq, budget, self._source) for seq, budget in pairs
+        }
         self._chosen = {seq.id for seq, budget in pairs if self._prefers_model(seq, budget, self._copies[seq.id])}
         chosen = [(seq, budget) for seq, budget in pairs if seq.id in self._chosen]
         return self._inner.readers([seq for seq, _ in chosen], [budget for _, budget in chosen]) if chosen else ()
@@ -97,7 +95,7 @@ class HybridProposer(Proposer):
             self._extended(seq, budget, drafted[seq.id]) if seq.id in drafted else self._copies[seq.id]
             for seq, budget in pairs
         ]
-        self._lengths |= {seq.id: len(seq.tokens) for seq in seqs if seq.id not in drafted}
+        self._last |= {seq.id: (len(seq.tokens), drafted.get(seq.id)) for seq in seqs}
         self._copies, self._ended = {}, perf_counter()
         return trees
 
@@ -119,15 +117,15 @@ class HybridProposer(Proposer):
             odds.gap = _fading(odds.gap, gap)
         self._ended = None
         for seq in seqs:
-            if gap and seq.id in self._lengths:
-                count = len(seq.tokens) - self._lengths.pop(seq.id)
-                odds.seconds = _RECENT**count * odds.seconds + gap
-                odds.tokens = _RECENT**count * odds.tokens + count
-            length, guess = self._pending.pop(seq.id, (0, EMPTY))
-            if guess.tokens:
-                right, missed = guess.follow(seq.tokens[length:])
+            length, guess = self._last.pop(seq.id, (0, EMPTY))
+            new = seq.tokens[length:]
+            if guess:
+                right, missed = guess.follow(new)
                 tested = [(1.0, True)] * right + [(1.0, False)] * missed
                 odds.acceptance = odds.acceptance.after(tested, len(tested))
+            elif guess is None and gap:
+                odds.seconds = _RECENT ** len(new) * odds.seconds + gap
+                odds.tokens = _RECENT ** len(new) * odds.tokens + len(new)
 
     def fork(self, seq: SequenceView, source: int | SavedState, length: int) -> int:
         return self._inner.fork(seq, source, length)
@@ -141,8 +139,7 @@ class HybridProposer(Proposer):
 
     def drop(self, seq_ids: Sequence[int]) -> None:
         for seq_id in seq_ids:
-            self._pending.pop(seq_id, None)
-            self._lengths.pop(seq_id, None)
+            self._last.pop(seq_id, None)
             self._read.discard(seq_id)
         self._text.drop(seq_ids)
         self._inner.drop(seq_ids)
@@ -204,8 +201,6 @@ class HybridProposer(Proposer):
             passes = max(tree.depth for tree in trees)
             self._odds.pass_seconds = _fading(self._odds.pass_seconds, (perf_counter() - began) / passes)
         self._read |= seq_ids
-        for seq, tree in zip(seqs, trees, strict=True):
-            self._pending[seq.id] = (len(seq.tokens), tree)
         return {seq.id: tree for seq, tree in zip(seqs, trees, strict=True)}
 
 
