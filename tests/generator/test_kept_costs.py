@@ -11,6 +11,7 @@ import pytest
 from specdec import SpecGenerator
 from specdec.core.draft_schedules.cost import Cost
 from specdec.generator import kept_costs
+from tests.heads import eagle_folder, target
 from tests.tiny import tiny
 
 CALL = {"max_new_tokens": 48, "eos_token_id": None, "schedule": "cost"}
@@ -24,8 +25,8 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def generator(folders: tuple[str, str], draft: str = "suffix+{}") -> SpecGenerator:
-    target, small = folders
-    return SpecGenerator.from_pretrained(target, draft.format(small), dtype="float32")
+    large, small = folders
+    return SpecGenerator.from_pretrained(large, draft.format(small), dtype="float32")
 
 
 def learned(generator: SpecGenerator, **call: Any) -> Cost:
@@ -68,6 +69,14 @@ def test_a_generator_that_is_dropped_keeps_what_it_learned(folder: Path, folders
     dropped.generate(PROMPT, **CALL)
     del dropped
     gc.collect()
+    assert len(list(folder.iterdir())) == 1
+
+
+def test_a_head_has_its_folder_for_a_name(folder: Path, tmp_path: Path) -> None:
+    model = target()
+    model.config.name_or_path = "target"
+    with SpecGenerator(model, str(eagle_folder(tmp_path / "head"))) as first:
+        first.generate(PROMPT, **CALL)
     assert len(list(folder.iterdir())) == 1
 
 
