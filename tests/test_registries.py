@@ -15,6 +15,7 @@ from specdec.decoding.processors import Processors
 from specdec.decoding.stopping import Stopping
 from specdec.decoding.strategies import STRATEGIES, StrategySetup
 from specdec.generator.build_request import ScheduledDraft
+from specdec.models import LanguageModel
 from specdec.models.loading.load import make_quantizer
 from specdec.models.loading.quantizers import BitsAndBytes
 from specdec.options.drafts import SPELLINGS, WORDS
@@ -120,7 +121,7 @@ def test_the_cost_rule_goes_on_from_what_it_learned() -> None:
 
 def test_calls_in_flight_keep_their_kind_of_schedule() -> None:
     """One with `auto` beside one with `cost` learns with it later, but does not take its schedule."""
-    scheduled = ScheduledDraft(None)
+    scheduled = ScheduledDraft(LanguageModel(tiny("llama")), None)
     first = scheduled.pacing(resolve({"schedule": "cost"}))
     first.users.add(object())  # type: ignore[arg-type]
     second = scheduled.pacing(resolve({"schedule": "auto"}))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,6 +26,7 @@ from specdec.decoding.stopping import Stopping, StopTexts
 from specdec.decoding.strategies import StrategySetup, make_strategy
 from specdec.engine.request import Pacing, Request
 from specdec.errors import OptionError, UnsupportedError
+from specdec.generator import kept_costs
 from specdec.generator.checks import check_call
 from specdec.generator.inputs.prompts import Prompts, RowPrompt, pad_id
 from specdec.generator.tokenizers import decode
@@ -72,17 +74,24 @@ class Extras:
 
 @dataclass(eq=False)
 class ScheduledDraft:
-    """A draft of one target, and its schedules that learn, by kind, `Options.family` and number of draft tokens."""
+    """A draft of one target, and its schedules that learn, by kind, `Options.family` and number of draft tokens.
 
+    What they learned is kept for the next program when the draft is no longer used, or by `keep`.
+    """
+
+    target: LanguageModel
     draft: Draft | None
     _pacings: dict[Hashable, Pacing] = field(default_factory=dict)
-    _last: dict[Hashable, Pacing] = field(default_factory=dict)  # by family
+    _last: kept_costs.LastPacings = field(default_factory=dict)  # by family
     _lock: Any = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        self.keep = weakref.finalize(self, kept_costs.write, self._last, kept_costs.odds_of(self.draft))
 
     def pacing(self, options: Options, **how: Any) -> Pacing:
         """The pacing of a request: its own, or its family's where the schedule learns; `how`: see `make_schedule`.
 
-        A new schedule of a family begins with what the family's last one has learned.
+        A new schedule of a family begins with what the family's last one has learned, here or in an earlier program.
         """
         kind = schedule_kind(options)
         if kind is None or not kind.learns:
@@ -90,11 +99,13 @@ class ScheduledDraft:
         key = (kind, options.family, options.num_assistant_tokens)
         with self._lock:
             found, last = self._pacings.get(key), self._last.get(options.family)
+            file = kept_costs.place(self.target, self.draft, options.family)
             if found is None or not found.users:
-                schedule = make_schedule(options, learned=None if last is None else last.schedule, **how)
+                learned = kept_costs.read(file, kept_costs.odds_of(self.draft)) if last is None else last[1].schedule
+                schedule = make_schedule(options, learned=learned, **how)
                 found = self._pacings.setdefault(key, Pacing(schedule))
                 found.schedule = schedule
-            self._last[options.family] = found
+            self._last[options.family] = file, found
         return found
 
 

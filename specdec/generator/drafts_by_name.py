@@ -122,7 +122,7 @@ class Drafts:
             found = next((entry for entry in self._recent if all(map(_same, entry[0], parts))), None)
             # The oldest is freed before another one is loaded.
             self._recent = [entry for entry in self._recent if entry is not found][: _KEPT - 1]
-            found = found or (parts, ScheduledDraft(self._of_call(named[0], given, tokenizer)))
+            found = found or (parts, ScheduledDraft(self._target, self._of_call(named[0], given, tokenizer)))
             self._recent.insert(0, found)
             return found[1]
 

@@ -87,7 +87,7 @@ class SpecGenerator:
             tokenizer = tokenizer_beside(str(target), sees=self.target.sees)
         self.tokenizer, self.processor = split_processor(tokenizer)
         self._drafts, self.grammars = Drafts(self.target, backend=backend), Grammars(self.target.vocab_size)
-        self._scheduled = ScheduledDraft(self._drafts.make(draft, self.tokenizer, assistant_tokenizer))
+        self._scheduled = ScheduledDraft(self.target, self._drafts.make(draft, self.tokenizer, assistant_tokenizer))
         self._prefixes, self._promised = _prefixes(prefix_cache), prefix_cache is not None
         self._driver = Driver(Engine(self.target, kv_budget=kv_budget, prefix_cache=self._prefixes))
         release_helpers()  # loading started OpenMP workers here; decoding may run in another thread
@@ -153,6 +153,7 @@ class SpecGenerator:
         prompts are dropped. Inside a call (in a processor, say) this raises EngineError.
         """
         self._driver.close()
+        self._scheduled.keep()
 
     def __enter__(self) -> SpecGenerator:
         return self

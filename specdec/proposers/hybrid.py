@@ -1,4 +1,4 @@
-"""A text draft and a model draft together: each sequence and round uses the one that promises more tokens/second."""
+"""A text draft and a model draft together: each sequence and round uses the one that promises more tokens."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _FEW = 32  # tokens that a pass reads beside a guess
 
 @dataclass
 class Odds:
-    """Estimates for the model draft: acceptance, seconds of a pass and of a token that it reads, nodes per proposal.
+    """Estimates for the model draft: acceptance, seconds of a pass and of a token that it reads.
 
     `gap`: seconds from one proposal to the next, i.e. the target's pass and its overhead. `seconds` and `tokens`: those
     of rounds without the model, of late.
@@ -34,18 +34,17 @@ class Odds:
     pass_seconds: float | None = None
     reading: float | None = None
     gap: float | None = None
-    nodes: float = 4.0
     seconds: float = 0.0
     tokens: float = 0.0
 
 
 class HybridDraft(WrappedDraft):
-    """Uses the text draft or the model draft, per sequence and round, by expected tokens per second.
+    """Uses the text draft or the model draft, per sequence and round, by their expected tokens and the model's seconds.
 
     The text draft guesses in every round, used or not, and learns from the emitted tokens; the model drafts only where
     it is chosen, and then reads what it missed, if the rest of the text is long enough for that. Its chains go on with
     copies of what followed the same tokens before. The choice precedes the model's draws, so q stays their
-    distribution.
+    distribution. `odds`: what all its proposers learned.
     """
 
     reads_predictions = True
@@ -54,14 +53,14 @@ class HybridDraft(WrappedDraft):
         if not isinstance(text, TextDraft):
             raise OptionError.of("text", "a text draft such as NgramDraft() or SuffixDraft()", text)
         super().__init__(model)
-        self.text, self.model, self._odds = text, model, Odds()
+        self.text, self.model, self.odds = text, model, Odds()
 
     def __repr__(self) -> str:
         return f"HybridDraft({self.text!r}, {self.model!r})"
 
     def start(self, vocab_size: int) -> HybridProposer:
         """A proposer without sequences; all proposers share the estimates for the model draft."""
-        return HybridProposer(self.text.start(vocab_size), self.model.start(vocab_size), self.text.source, self._odds)
+        return HybridProposer(self.text.start(vocab_size), self.model.start(vocab_size), self.text.source, self.odds)
 
 
 class HybridProposer(Proposer):
@@ -71,19 +70,17 @@ class HybridProposer(Proposer):
         self._text, self._inner, self._source, self._odds = text, model, source, odds
         self._ended: float | None = None
         self._read: set[int] = set()
-        self._pending: dict[int, tuple[int, Tree]] = {}
+        self._last: dict[int, tuple[int, Tree | None]] = {}  # lengths of texts, and the model's proposals, if any
         self._copies: dict[int, Tree] = {}  # this round's, until they are proposed
         self._chosen: set[int] = set()  # the ids of those that prefer the model in this round
-        self._lengths: dict[int, int] = {}  # of texts whose last proposal was copied
 
     def readers(self, seqs: Sequence[SequenceView], budgets: Sequence[Budget]) -> Sequence[SequenceView]:
         """The readers among the sequences that prefer the model."""
         self._learn(seqs)
-        self._copies = {
-            seq.id: cut(*self._text.guess(seq, budget.limit), seq, budget, self._source)
-            for seq, budget in zip(seqs, budgets, strict=True)
-        }
         pairs = list(zip(seqs, budgets, strict=True))
+        self._copies = {
+            seq.id: cut(*self._text.guess(seq, budget.limit), seq, budget, self._source) for seq, budget in pairs
+        }
         self._chosen = {seq.id for seq, budget in pairs if self._prefers_model(seq, budget, self._copies[seq.id])}
         chosen = [(seq, budget) for seq, budget in pairs if seq.id in self._chosen]
         return self._inner.readers([seq for seq, _ in chosen], [budget for _, budget in chosen]) if chosen else ()
@@ -98,7 +95,7 @@ class HybridProposer(Proposer):
             self._extended(seq, budget, drafted[seq.id]) if seq.id in drafted else self._copies[seq.id]
             for seq, budget in pairs
         ]
-        self._lengths |= {seq.id: len(seq.tokens) for seq in seqs if seq.id not in drafted}
+        self._last |= {seq.id: (len(seq.tokens), drafted.get(seq.id)) for seq in seqs}
         self._copies, self._ended = {}, perf_counter()
         return trees
 
@@ -120,15 +117,15 @@ class HybridProposer(Proposer):
             odds.gap = _fading(odds.gap, gap)
         self._ended = None
         for seq in seqs:
-            if gap and seq.id in self._lengths:
-                count = len(seq.tokens) - self._lengths.pop(seq.id)
-                odds.seconds = _RECENT**count * odds.seconds + gap
-                odds.tokens = _RECENT**count * odds.tokens + count
-            length, guess = self._pending.pop(seq.id, (0, EMPTY))
-            if guess.tokens:
-                right, missed = guess.follow(seq.tokens[length:])
+            length, guess = self._last.pop(seq.id, (0, EMPTY))
+            new = seq.tokens[length:]
+            if guess:
+                right, missed = guess.follow(new)
                 tested = [(1.0, True)] * right + [(1.0, False)] * missed
                 odds.acceptance = odds.acceptance.after(tested, len(tested))
+            elif guess is None and gap:
+                odds.seconds = _RECENT ** len(new) * odds.seconds + gap
+                odds.tokens = _RECENT ** len(new) * odds.tokens + len(new)
 
     def fork(self, seq: SequenceView, source: int | SavedState, length: int) -> int:
         return self._inner.fork(seq, source, length)
@@ -142,8 +139,7 @@ class HybridProposer(Proposer):
 
     def drop(self, seq_ids: Sequence[int]) -> None:
         for seq_id in seq_ids:
-            self._pending.pop(seq_id, None)
-            self._lengths.pop(seq_id, None)
+            self._last.pop(seq_id, None)
             self._read.discard(seq_id)
         self._text.drop(seq_ids)
         self._inner.drop(seq_ids)
@@ -152,27 +148,28 @@ class HybridProposer(Proposer):
         self._inner.bound(rows, columns)
 
     def _prefers_model(self, seq: SequenceView, budget: Budget, tree: Tree) -> bool:
-        """Whether the model promises more tokens per second than the copies in `tree`."""
+        """Whether the model promises more tokens than the copies in `tree`, less what plain passes make in its seconds.
+
+        While there are copies, the model does not begin to read.
+        """
         limit = path_limit(seq, budget)
         if not limit:
             return False
         # A search only advances if all its branches were guessed, which a text draft hardly ever does.
         if seq.tree.tokens:
             return True
-        # The model's usual number of nodes; until it is measured, its pass is assumed to cost a fifth of the target's.
-        odds, gap = self._odds, self._odds.gap or 1.0
-        count = max(1, min(limit, round(odds.nodes)))
+        # Until the model's pass is measured, it is assumed to cost a fifth of the target's.
+        odds, gap, unread = self._odds, self._odds.gap or 1.0, self._inner.unread(seq)
         seconds = 0.2 * gap if odds.pass_seconds is None else odds.pass_seconds
-        model_rate = _expected([odds.acceptance.mean] * count) / (gap + count * seconds)
-        if tree.tokens and model_rate <= _expected(tree.confidence or []) / gap:
+        chances = accumulate([odds.acceptance.mean] * limit, mul)
+        gain = max(accumulate(chance - seconds / gap for chance in chances))
+        if tree.tokens and (unread > _FEW or gain <= sum(accumulate(tree.confidence or [], mul))):
             return False
-        return self._gains_by_reading(seq, gap, seconds)
+        return unread <= _FEW or self._gains_by_reading(seq, unread, gap, seconds)
 
-    def _gains_by_reading(self, seq: SequenceView, gap: float, seconds: float) -> bool:
-        """Whether the model saves more in the rest of the text than it takes to read what it missed of it."""
-        odds, unread = self._odds, self._inner.unread(seq)
-        if unread <= _FEW:
-            return True
+    def _gains_by_reading(self, seq: SequenceView, unread: int, gap: float, seconds: float) -> bool:
+        """Whether the model saves more in the rest of the text than it takes to read the `unread` part of it."""
+        odds = self._odds
         more = accumulate(accumulate([odds.acceptance.mean] * _FEW, mul))
         best = min((gap + count * seconds) / (1 + tokens) for count, tokens in enumerate(more, 1))
         without = odds.seconds / odds.tokens if odds.tokens else gap
@@ -201,18 +198,10 @@ class HybridProposer(Proposer):
         # A round in which the model reads a prompt does not measure one pass.
         if seq_ids <= self._read and any(trees):
             # One proposal ran one pass per node of its longest chain.
-            odds, nodes = self._odds, max(tree.depth for tree in trees)
-            odds.pass_seconds = _fading(odds.pass_seconds, (perf_counter() - began) / max(nodes, 1))
-            odds.nodes = _fading(odds.nodes, max(nodes, 1))
+            passes = max(tree.depth for tree in trees)
+            self._odds.pass_seconds = _fading(self._odds.pass_seconds, (perf_counter() - began) / passes)
         self._read |= seq_ids
-        for seq, tree in zip(seqs, trees, strict=True):
-            self._pending[seq.id] = (len(seq.tokens), tree)
         return {seq.id: tree for seq, tree in zip(seqs, trees, strict=True)}
-
-
-def _expected(confidence: Sequence[float]) -> float:
-    """Expected tokens of a verified pass, the bonus token included."""
-    return 1.0 + sum(accumulate(confidence, mul))
 
 
 def _fading(old: float | None, new: float) -> float:

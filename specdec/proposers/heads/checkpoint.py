@@ -112,6 +112,7 @@ class Checkpoint:
         kept["use_sliding_window"] = "sliding_attention" in (kept.get("layer_types") or ())
         config = AutoConfig.for_model(given.get("model_type", "qwen3"), **kept)
         self.count(config.num_hidden_layers, "num_hidden_layers", 1)
+        config.name_or_path = self.source
         set_attention(config, "sdpa")
         return config
 
