@@ -161,7 +161,7 @@ class DraftTask:
     Sequences of one `source` continue the same input. `inputs` `[inputs, ...]`: the encoder's inputs, of which the
     sequence reads row `encoder_row`, for a draft with its own encoder. `pictures` begin the prompt, for a draft that
     sees. `allowed(text, tokens)`: how many of `tokens` processors allow after a text, where they need no logits for
-    that.
+    that. `salt`: sequences of different salts do not see each other's texts.
     """
 
     sampler: Sampler
@@ -171,6 +171,7 @@ class DraftTask:
     encoder_row: int = 0
     pictures: Pictures | None = None
     allowed: Callable[[Sequence[int], Sequence[int]], int] | None = None
+    salt: str = ""
 
 
 class Hidden(NamedTuple):

@@ -40,8 +40,9 @@ class Extras:
     """Arguments of a call that are objects: processors and criteria (one or several), a streamer, a prefix function.
 
     `prediction`: text or ids that the output may resemble, or one per prompt, for drafts that copy. `cache_salt`: calls
-    with different salts share no cached prompts. `fetch_pictures`: pictures in `messages` may be URLs. A processor with
-    a method `allowed(text, tokens)`, which returns how many of `tokens` may follow `text`, shortens proposals.
+    with different salts share no cached prompts and no memory. `fetch_pictures`: pictures in `messages` may be URLs. A
+    processor with a method `allowed(text, tokens)`, which returns how many of `tokens` may follow `text`, shortens
+    proposals.
     """
 
     logits_processor: Any = ()
@@ -218,6 +219,7 @@ class Call:
             inputs=self.prompts.encoder,
             encoder_row=r // o.copies,
             pictures=None if prompt.pictures is None or prompt.pictures.before else prompt.pictures,
+            salt=self.extras.cache_salt or "",
             allowed=next((one.allowed for one in processors if callable(getattr(type(one), "allowed", None))), None),
         )
         common: dict[str, Any] = {"max_length": stop.max_length, "device": device, "task": task}
