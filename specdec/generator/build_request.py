@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -42,7 +42,7 @@ class Extras:
     `prediction`: text or ids that the output may resemble, or one per prompt, for drafts that copy. `cache_salt`: calls
     with different salts share no cached prompts and no memory. `fetch_pictures`: pictures in `messages` may be URLs. A
     processor with a method `allowed(text, tokens)`, which returns how many of `tokens` may follow `text`, shortens
-    proposals.
+    proposals, and one with a method `forced(text)` makes them: it returns the tokens that alone may follow.
     """
 
     logits_processor: Any = ()
@@ -220,7 +220,7 @@ class Call:
             encoder_row=r // o.copies,
             pictures=None if prompt.pictures is None or prompt.pictures.before else prompt.pictures,
             salt=self.extras.cache_salt or "",
-            allowed=next((one.allowed for one in processors if callable(getattr(type(one), "allowed", None))), None),
+            **{name: next(_methods(processors, name), None) for name in ("allowed", "forced")},
         )
         common: dict[str, Any] = {"max_length": stop.max_length, "device": device, "task": task}
         return RunningSequence(
@@ -266,6 +266,11 @@ class Call:
             guidance_scale=None if prompt.negative is None else o.guidance_scale,
         )
         return make_strategy(setup)
+
+
+def _methods(processors: Sequence[Any], name: str) -> Iterator[Any]:
+    """The methods of this name that processors have."""
+    return (getattr(one, name) for one in processors if callable(getattr(type(one), name, None)))
 
 
 def _stops(strings: list[str], tokenizer: Any) -> Callable[[int], Any]:

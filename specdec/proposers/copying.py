@@ -147,7 +147,9 @@ class TextProposer(Proposer):
         return reading.guess.tokens, reading.guess.confidence
 
     def after(self, seq: SequenceView, tail: list[int], limit: int) -> tuple[list[int], list[float]]:
-        """At most `limit` tokens that may follow the text and `tail`, and their confidence; `guess` comes first."""
+        """At most `limit` tokens that may follow the text and `tail`, and their confidence."""
+        if seq.id not in self._readings or self._readings[seq.id].seen < len(seq.tokens):
+            self.guess(seq, 1)
         guess = self._look(seq, self._readings[seq.id], limit, tail)
         return guess.tokens, guess.confidence
 
