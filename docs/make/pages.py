@@ -139,8 +139,8 @@ def options() -> str:
         "Settings are checked before any work begins: an unknown key is an error that names the nearest known one. "
         "Keys and values on this page are read from the code.\n\n"
         "A file for `--config` of `specdec generate`, `summarize` and `batch` is a YAML mapping. It holds `target`, "
-        "`draft`, `prefix_cache`, options of loading, `draft_options` (options of loading for the draft) and options "
-        "of calls. Flags win over the file. The draft has [one spelling](../guides/drafts.md) everywhere.\n\n"
+        "`draft`, `prefix_cache`, `memory`, options of loading, `draft_options` (options of loading for the draft) and "
+        "options of calls. Flags win over the file. The draft has [one spelling](../guides/drafts.md) everywhere.\n\n"
         + _names()
     )
     return "\n".join([about, *page])

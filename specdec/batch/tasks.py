@@ -150,7 +150,8 @@ def error_text(error: Exception) -> str:
 
 
 def load_generator(spec: BatchSpec, **more: Any) -> SpecGenerator:
-    generator = SpecGenerator.from_pretrained(spec.target, spec.draft, kv_budget=_KV_SHARE, **spec.loading, **more)
+    how = {"kv_budget": _KV_SHARE, "memory": True, **spec.loading, **more}
+    generator = SpecGenerator.from_pretrained(spec.target, spec.draft, **how)
     generator.compile()
     return generator
 

@@ -26,7 +26,8 @@ class SuitePart(BaseModel):
 class Mode(SuitePart):
     """How models are loaded: arguments of `SpecGenerator.from_pretrained` for the target, and a name.
 
-    A draft shares `dtype`, `device_map`, `backend` and `trust_remote_code`; `draft_options` are its own.
+    A draft shares `dtype`, `device_map`, `backend` and `trust_remote_code`; `draft_options` are its own, and `memory`
+    that of words for drafts that copy.
     """
 
     name: str = ""
@@ -43,6 +44,7 @@ class Mode(SuitePart):
     activations: str | None = None
     trust_remote_code: bool | None = None
     draft_options: dict[str, Any] = {}
+    memory: bool | str | list[str] = False
 
     @model_validator(mode="after")
     def _is_checked(self) -> Mode:
@@ -60,7 +62,7 @@ class Mode(SuitePart):
 
     @property
     def loading(self) -> dict[str, Any]:
-        return self.model_dump(exclude={"name", "draft_options"}, exclude_none=True)
+        return self.model_dump(exclude={"name", "draft_options", "memory"}, exclude_none=True)
 
 
 class PromptSet(SuitePart):

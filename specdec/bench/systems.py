@@ -13,6 +13,7 @@ from specdec.bench.suite import Cell
 from specdec.generator.drafts_by_name import Drafts, HeadAt, loaded
 from specdec.generator.generation import Generation
 from specdec.generator.generator import SpecGenerator
+from specdec.generator.memories import MemoryWish
 from specdec.options import bundled_models
 from specdec.options.load import Loading
 
@@ -28,6 +29,7 @@ class Systems:
         self.plain = SpecGenerator.from_pretrained(bundled_models.locate(target, "target"), prefix_cache=False, **how)
         self.plain.compile()
         self.plain.wait_until_compiled()  # programs run on those passes after their first minute
+        self._memory = MemoryWish.read(mode.memory)
         self._how, self._draft_options = Loading.split(how)[0], mode.draft_options
         self._models: dict[str, Any] = {}
         self._cells: dict[tuple[str, Cell], SpecGenerator] = {}
@@ -46,9 +48,11 @@ class Systems:
     def reopen(self, group: str, cell: Cell | None) -> None:
         """Opens a registered draft of the caller's own anew, so that it has not seen the requests before.
 
-        Its schedule keeps what it learned. A draft with models stays as it is.
+        A memory forgets them. Its schedule keeps what it learned. A draft with models stays as it is.
         """
         generator = self.generator(group, cell)
+        if generator.memory is not None:
+            generator.memory.forget()
         draft, is_own = generator.draft, type(generator.draft).__module__.partition(".")[0] != "specdec"
         if cell is not None and draft is not None and is_own and cell.name.model is None:
             generator._scheduled.draft = Drafts(self.plain.target).make(cell.draft, self.plain.tokenizer)
@@ -58,7 +62,10 @@ class Systems:
         if (name := cell.name).model is not None:
             model = self._model(name.model)
             draft = model if name.word is None else (name.word, model)
-        return SpecGenerator(self.plain.target, draft, tokenizer=self.plain.tokenizer, prefix_cache=False)
+        memory = self._memory if name.copies else False
+        return SpecGenerator(
+            self.plain.target, draft, tokenizer=self.plain.tokenizer, prefix_cache=False, memory=memory
+        )
 
     def _model(self, name: str) -> Any:
         """A draft model or head, which its cells share."""

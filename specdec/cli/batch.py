@@ -34,7 +34,7 @@ ONLY = {
 
 @flags.takes(
     "draft num_draft_tokens schedule max_new_tokens sample temperature top_k top_p",
-    "dtype quantization backend exactness device_map trust_remote_code prefix_cache config set_ quiet",
+    "dtype quantization backend exactness device_map trust_remote_code prefix_cache memory config set_ quiet",
 )
 def batch(
     ctx: typer.Context,

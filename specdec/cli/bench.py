@@ -28,7 +28,9 @@ KEYS = (
 WAYS = ", ".join(SCHEDULES)
 
 
-@flags.takes("dtype quantization gguf_file activations backend exactness offload offload_folder quiet", *DRAFT_FLAGS)
+@flags.takes(
+    "dtype quantization gguf_file activations backend exactness", "offload offload_folder memory quiet", *DRAFT_FLAGS
+)
 def bench(
     ctx: typer.Context,
     targets: list[str] | None = Argument(

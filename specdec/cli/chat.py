@@ -28,7 +28,7 @@ COMMANDS = "/draft NAME (as --draft: suffix, a model, suffix+MODEL, none, …), 
 @flags.takes(
     "draft num_draft_tokens schedule sample temperature top_k top_p",
     "dtype quantization gguf_file backend exactness device_map offload offload_folder trust_remote_code prefix_cache",
-    "activations config set_ stats quiet",
+    "activations memory config set_ stats quiet",
 )
 def chat(
     ctx: Context,

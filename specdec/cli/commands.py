@@ -132,7 +132,7 @@ def root(
 @flags.takes(
     "draft num_draft_tokens schedule max_new_tokens sample temperature top_k top_p",
     "dtype quantization gguf_file backend exactness device_map offload offload_folder trust_remote_code",
-    "activations prefix_cache config set_ json_ stats quiet",
+    "activations prefix_cache memory config set_ json_ stats quiet",
 )
 def generate(
     ctx: typer.Context,

@@ -136,6 +136,12 @@ def _shared(
         "--prefix-cache/--no-prefix-cache",
         help="Continue what earlier prompts have in common with a new one (default), or read every prompt in full.",
     ),
+    memory: list[str] | None = Option(
+        None,
+        metavar="PATH",
+        help="File or folder of text that a draft that copies looks up, beside earlier requests; repeatable; on: "
+        "earlier requests alone; off: neither.",
+    ),
     # all else
     config: Path | None = Option(None, help="YAML file of target, draft, loading and options; flags win."),
     set_: list[str] | None = Option(

@@ -39,7 +39,7 @@ FLAGS = {
 DRAFT_OPTIONS = ("prompt_lookup_num_tokens", "assistant_early_exit")
 CALL_ONLY = (*DRAFT_OPTIONS, "max_matching_ngram_size")
 NAMED = ("target", "draft")
-GENERATOR = (*LOADING, "prefix_cache")  # arguments of `from_pretrained`
+GENERATOR = (*LOADING, "prefix_cache", "memory")  # arguments of `from_pretrained`
 DRAFT_FLAGS = {f"draft_{name}": name for name in ("dtype", "quantization", "gguf_file", "revision")}
 
 

@@ -30,7 +30,7 @@ LIMITS = ("running", "waiting", "per_key", "request_seconds", "drain_seconds")
 @flags.takes(
     "draft num_draft_tokens schedule",
     "dtype quantization gguf_file activations backend device_map offload offload_folder trust_remote_code",
-    "prefix_cache quiet",
+    "prefix_cache memory quiet",
 )
 def serve(
     ctx: typer.Context,
@@ -117,6 +117,7 @@ def settings_keys(params: Mapping[str, Any]) -> dict[str, Any]:
             "context",
             "kv_budget",
             "prefix_cache",
+            "memory",
             *LOADING,
             *DRAFT_FLAGS,
         )
@@ -132,10 +133,11 @@ def model_keys(params: Mapping[str, Any]) -> dict[str, Any]:
         "name": params["name"] or plain_name(target),
         "target": target,
         "draft": choose_draft(params, {}, target, {}),
-        "loading": {n: v for n, v in loading_flags(params).items() if n != "prefix_cache"},
+        "loading": {n: v for n, v in loading_flags(params).items() if n not in ("prefix_cache", "memory")},
         "options": options,
         "context": params["context"],
         "prefix_cache": params["prefix_cache"],
+        **passed(params, ("memory",)),
     }
     return keys if budget is None else {**keys, "kv_budget": budget if budget <= 1 else int(budget)}
 

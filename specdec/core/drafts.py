@@ -161,7 +161,8 @@ class DraftTask:
     Sequences of one `source` continue the same input. `inputs` `[inputs, ...]`: the encoder's inputs, of which the
     sequence reads row `encoder_row`, for a draft with its own encoder. `pictures` begin the prompt, for a draft that
     sees. `allowed(text, tokens)`: how many of `tokens` processors allow after a text, where they need no logits for
-    that.
+    that. `forced(text)`: the tokens that alone may follow a text. `salt`: sequences of different salts do not see each
+    other's texts.
     """
 
     sampler: Sampler
@@ -171,6 +172,8 @@ class DraftTask:
     encoder_row: int = 0
     pictures: Pictures | None = None
     allowed: Callable[[Sequence[int], Sequence[int]], int] | None = None
+    forced: Callable[[Sequence[int]], list[int]] | None = None
+    salt: str = ""
 
 
 class Hidden(NamedTuple):
@@ -227,6 +230,10 @@ class Proposer(ABC):
         they go on learning. A sequence with an unknown `seq.id` is new. A comparison of `seq.tokens` with what was read
         shows which guesses stayed.
         """
+
+    def after(self, seq: SequenceView, tail: list[int], limit: int) -> tuple[list[int], list[float]]:
+        """At most `limit` tokens that may follow the text and `tail`, and their confidence, without a pass; or none."""
+        return [], []
 
     def readers(self, seqs: Sequence[SequenceView], budgets: Sequence[Budget]) -> Sequence[SequenceView]:
         """The sequences for which a model guesses in this round, once it has read their texts.

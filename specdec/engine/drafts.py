@@ -17,8 +17,12 @@ from specdec.engine.request import Request
 from specdec.errors import DraftError, OptionError
 from specdec.models import LanguageModel, Session
 from specdec.options.fields import is_whole
+from specdec.proposers.chains import chain_per_leaf
 
 _log = logging.getLogger(__name__)
+FORM = "form"
+"""The source of a proposal that a form forces."""
+_ENOUGH = 4  # forced tokens that are worth as much as a model's guesses
 _CERTAIN = 1.001  # a probability of 1, as far as it may round above
 Item = TypeVar("Item")
 
@@ -109,6 +113,9 @@ class OpenDrafts:
                 calls = [own for _, own in grouped(group, lambda seq: self.requests[seq.id])]
             for together in filter(None, calls):
                 with self.guard(together):
+                    for seq in together:
+                        proposals |= self._forced(opened, seq, budgets[seq.id])
+                    together = [seq for seq in together if seq.id not in proposals]
                     own = [budgets[seq.id] for seq in together]
                     if readers := opened.proposer.readers(together, own):
                         ids = {seq.id for seq in readers}
@@ -119,6 +126,27 @@ class OpenDrafts:
                     if together:
                         proposals |= self._ask(opened.proposer, together, own)
         return proposals
+
+    def _forced(self, opened: OpenDraft, seq: RunningSequence, budget: Budget) -> dict[int, Tree]:
+        """By its id, what the form of a text forces after it and the draft would copy behind that; {}: ask the draft.
+
+        A draft that runs a model is asked, too, where fewer tokens are forced than it mostly guesses.
+        """
+        forced = seq.task.forced
+        if forced is None or budget.limit <= 0:
+            return {}
+
+        def guess(tail: list[int]) -> tuple[list[int], list[float]]:
+            tokens = forced(seq.tokens + tail)
+            if len(tokens) < (1 if opened.draft.instant else _ENOUGH):
+                return [], []
+            more, sure = opened.proposer.after(seq, tail + tokens, max(budget.limit - len(tokens), 0))
+            return tokens + more, [1.0] * len(tokens) + sure
+
+        with self.guard([seq]):
+            tree = _allowed(seq, chain_per_leaf(seq, budget, FORM, guess))
+            return {seq.id: tree} if tree.tokens else {}
+        return {}
 
     def _ask(self, proposer: Proposer, seqs: Sequence[RunningSequence], budgets: Sequence[Budget]) -> dict[int, Tree]:
         """One draft's proposals by sequence id, cut before the first token that processors forbid.
@@ -134,13 +162,8 @@ class OpenDrafts:
         for seq, budget, tree in zip(seqs, budgets, trees, strict=True):
             with self.guard([seq]):
                 self._check(seq, budget, tree, tree.source or kind)
-                allowed = seq.task.allowed
-                if allowed is not None and tree.tokens and tree.is_chain and tree.q is None and not seq.tree.tokens:
-                    kept = allowed(seq.tokens, tree.tokens)
-                    sure = tree.confidence and tree.confidence[:kept]
-                    tree = Tree.chain(tree.tokens[:kept], sure, source=tree.source)
                 if budget.limit > 0:
-                    found[seq.id] = tree
+                    found[seq.id] = _allowed(seq, tree)
         return found
 
     def _check(self, seq: RunningSequence, budget: Budget, tree: Tree, name: str) -> None:
@@ -216,6 +239,15 @@ class OpenDrafts:
                 del self.open[id(opened.draft)]
                 for request in self.requests.values():
                     request.draft = None if request.draft is opened.draft else request.draft
+
+
+def _allowed(seq: RunningSequence, tree: Tree) -> Tree:
+    """A guess for a text before the first token that processors forbid."""
+    allowed = seq.task.allowed
+    if allowed is None or not tree.tokens or not tree.is_chain or tree.q is not None or seq.tree.tokens:
+        return tree
+    count = allowed(seq.tokens, tree.tokens)
+    return Tree.chain(tree.tokens[:count], tree.confidence and tree.confidence[:count], source=tree.source)
 
 
 def _budgets(schedule: Schedule, seqs: Sequence[RunningSequence]) -> dict[int, Budget]:

@@ -21,7 +21,7 @@ from specdec.core.outcome import Outcome, Round, SequenceRound, accept
 from specdec.core.sequence import RunningSequence
 from specdec.core.tree import EMPTY, Tree
 from specdec.core.work import READ_ALONG
-from specdec.engine.drafts import Guarded, OpenDrafts, grouped
+from specdec.engine.drafts import FORM, Guarded, OpenDrafts, grouped
 from specdec.engine.memory import MemoryBudget
 from specdec.engine.prefix_cache import PrefixCache
 from specdec.engine.request import Request
@@ -182,11 +182,12 @@ class Engine:
                 continue
             seq, proposal = one.seq, one.out.work.proposal
             draft, length = self._requests[seq.id].draft, len(seq.tokens)
-            reads = seq.id in proposals and draft is not None and not draft.instant
+            by_draft = seq.id in proposals and proposal.source != FORM
+            reads = by_draft and draft is not None and not draft.instant
             reads = reads and length - seq.draft_length > READ_ALONG
             rounds.append(one.round(prefill=reads or not seq.prefilled))
             one.apply()
-            if proposal.tokens or proposal.source:
+            if by_draft and (proposal.tokens or proposal.source):
                 seq.draft_length = length
         if hear:
             self.drafts.update([message for message in messages if message is not None])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -42,8 +42,9 @@ class Extras:
     """Arguments of a call that are objects: processors and criteria (one or several), a streamer, a prefix function.
 
     `prediction`: text or ids that the output may resemble, or one per prompt, for drafts that copy. `cache_salt`: calls
-    with different salts share no cached prompts. `fetch_pictures`: pictures in `messages` may be URLs. A processor with
-    a method `allowed(text, tokens)`, which returns how many of `tokens` may follow `text`, shortens proposals.
+    with different salts share no cached prompts and no memory. `fetch_pictures`: pictures in `messages` may be URLs. A
+    processor with a method `allowed(text, tokens)`, which returns how many of `tokens` may follow `text`, shortens
+    proposals, and one with a method `forced(text)` makes them: it returns the tokens that alone may follow.
     """
 
     logits_processor: Any = ()
@@ -229,7 +230,8 @@ class Call:
             inputs=self.prompts.encoder,
             encoder_row=r // o.copies,
             pictures=None if prompt.pictures is None or prompt.pictures.before else prompt.pictures,
-            allowed=next((one.allowed for one in processors if callable(getattr(type(one), "allowed", None))), None),
+            salt=self.extras.cache_salt or "",
+            **{name: next(_methods(processors, name), None) for name in ("allowed", "forced")},
         )
         common: dict[str, Any] = {"max_length": stop.max_length, "device": device, "task": task}
         return RunningSequence(
@@ -275,6 +277,11 @@ class Call:
             guidance_scale=None if prompt.negative is None else o.guidance_scale,
         )
         return make_strategy(setup)
+
+
+def _methods(processors: Sequence[Any], name: str) -> Iterator[Any]:
+    """The methods of this name that processors have."""
+    return (getattr(one, name) for one in processors if callable(getattr(type(one), name, None)))
 
 
 def _stops(strings: list[str], tokenizer: Any) -> Callable[[int], Any]:

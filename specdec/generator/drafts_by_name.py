@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from os import PathLike
@@ -36,8 +37,10 @@ from specdec.proposers import (
     TextAloneDraft,
     TextBridge,
 )
+from specdec.proposers.copying import TextDraft
 from specdec.proposers.function import refuse_class
 from specdec.proposers.heads import head_kind, load_head
+from specdec.proposers.memory import Memory
 
 # transformers' arguments that name a call's draft -> the arguments that belong to each.
 ALIASES: dict[str, tuple[str, ...]] = {
@@ -72,8 +75,8 @@ class LoadedModel:
 class Drafts:
     """Makes the drafts of one target, and keeps the last two that calls named, with their models."""
 
-    def __init__(self, target: LanguageModel, *, backend: str = "auto") -> None:
-        self._target = target
+    def __init__(self, target: LanguageModel, *, backend: str = "auto", memory: Memory | None = None) -> None:
+        self._target, self._memory = target, memory
         self._how = Loading(backend=backend, quantization=AUTO)
         self._lock = threading.Lock()
         # with the arguments that name them; the last first
@@ -84,7 +87,7 @@ class Drafts:
     ) -> Draft | None:
         """The draft that the caller's argument `name` stands for; `tokenizer` is the target's.
 
-        A large model copies from the text besides, unless it is to be `alone`.
+        A large model copies from the text besides, unless it is to be `alone`. Drafts that copy get the memory.
 
         Raises OptionError for what is none, VocabularyError where target and draft do not share a vocabulary.
         """
@@ -103,11 +106,11 @@ class Drafts:
                 return load_head(draft, self._target, self._how, argument=name)
             case LoadedModel() | PreTrainedModel() | LanguageModel():
                 made = self._model(draft, tokenizer, assistant_tokenizer, name)
-                return made if alone else _with_copies(made)
+                return made if alone else self._with_copies(made)
             case tuple() | list():
                 return self._hybrid(draft, tokenizer, assistant_tokenizer, name)
             case _:
-                return _own(draft, name)
+                return self._remembering(_own(draft, name))
 
     def of_call(self, given: Mapping[str, Any], tokenizer: Any) -> ScheduledDraft:
         """The draft that a call names by transformers' arguments.
@@ -166,7 +169,7 @@ class Drafts:
         if not isinstance(made, Draft):
             got = type(made).__name__
             raise DraftError(f"`of` of the draft {word!r} must return a `specdec.core.drafts.Draft`, got {got}")
-        return made
+        return self._remembering(made)
 
     def _model(self, draft: Any, tokenizer: Any, assistant_tokenizer: Any, name: str) -> Draft:
         """A draft model; with another tokenizer than the target's, behind a `TextBridge`."""
@@ -196,13 +199,33 @@ class Drafts:
             made = TextBridge(made, tokenizer, assistant_tokenizer)
         return TextAloneDraft(made, place_tokens(target.model.config)) if target.sees and not sees else made
 
+    def _with_copies(self, draft: Draft) -> Draft:
+        """The draft of a model, beside a text draft where its passes are dear, or the memory has files.
+
+        Encoder-decoders mostly write new words.
+        """
+        model, knows = draft.models[0], self._memory is not None and self._memory.has_files
+        if not knows and (model.is_encoder_decoder or model.weight_bytes < _DEAR):
+            return draft
+        return HybridDraft(self._remembering(SuffixDraft()), draft)
+
+    def _remembering(self, draft: Any) -> Any:
+        """A draft that copies, with the memory unless it has one; of a caller's object a copy. Others as they are."""
+        if self._memory is None or not isinstance(draft, TextDraft) or draft.memory is not None:
+            return draft
+        made = copy(draft)
+        made.memory = self._memory
+        return made
+
     def _hybrid(self, pair: Sequence[Any], tokenizer: Any, assistant_tokenizer: Any, name: str) -> Draft:
         kinds = tuple(part if isinstance(part, str) else type(part).__name__ for part in pair)
         if len(pair) != 2 or kinds[0] not in (*COPYING, ALONE) or isinstance(pair[1], str | PathLike | None):
             raise OptionError.of(name, _PAIR, kinds, f"a hybrid with a model by name is '{COPYING[0]}+MODEL'")
         model = self.make(pair[1], tokenizer, assistant_tokenizer, name=name, alone=True)
         assert model is not None
-        return model if kinds[0] == ALONE else HybridDraft(DRAFTS[pair[0]].of(self._target, None), model)
+        if kinds[0] == ALONE:
+            return model
+        return HybridDraft(self._remembering(DRAFTS[pair[0]].of(self._target, None)), model)
 
 
 def named_drafts(given: Mapping[str, Any], config: Any) -> dict[str, Any]:
@@ -220,14 +243,6 @@ def named_drafts(given: Mapping[str, Any], config: Any) -> dict[str, Any]:
                 if detail in given:
                     warnings.warn(f"`{detail}` changes nothing without `{alias}`: pass both", stacklevel=2)
     return found
-
-
-def _with_copies(draft: Draft) -> Draft:
-    """The draft of a model, beside a text draft where its passes are dear; encoder-decoders mostly write new words."""
-    model = draft.models[0]
-    if model.is_encoder_decoder or model.weight_bytes < _DEAR:
-        return draft
-    return HybridDraft(SuffixDraft(), draft)
 
 
 def _draft_model(model: Any, name: str, how: Loading) -> LanguageModel:

@@ -29,11 +29,13 @@ from specdec.generator.inputs.pictures import split_processor
 from specdec.generator.inputs.prompts import NAMES as MODEL_INPUTS
 from specdec.generator.inputs.prompts import Prompt, Prompts, beside_inputs, read_prompts, with_predictions
 from specdec.generator.job import Job
+from specdec.generator.memories import MemoryWish
 from specdec.generator.tokenizers import Detokenizer, check_split_rule, check_tokenizer, tokenizer_beside
 from specdec.models import LanguageModel, needs_eyes, plain_modes
 from specdec.options.generate import Form, Options, listed
 from specdec.options.load import Loading, check_loaded
 from specdec.options.resolve import check_defaults, resolve
+from specdec.proposers.function import FunctionDraft, form
 
 _EXTRAS = tuple(Extras.__dataclass_fields__)
 PREFIX_BYTES = 2**28
@@ -46,16 +48,18 @@ class SpecGenerator:
     `target`: a transformers model, or a hub id or path to load. `draft`: a spelling, which is the same everywhere
     (`"suffix"`, `"ngram"`, `"early_exit:N"`, `"mtp"`, the id or path of a model or head, `"zoo:NAME"`, `"suffix+ID"`
     for a hybrid, `"none"`), a model, a pair like `("suffix", model)`, a `Drafter`, a function `(tokens, k) -> tokens`,
-    or None for plain decoding. A draft model with at least 32 MiB of weights copies from the text besides; `"model:ID"`
-    and `("model", model)` do not. `tokenizer`: the target's, or the processor of one that sees. `options` are the
-    defaults of every `generate` call. `task` names settings in the checkpoint's `task_specific_params`, which then
-    override its generation config. `kv_budget` limits the keys and values of all running calls, in bytes or as a share
-    of the free memory (0.5: half); further calls wait. `prefix_cache` keeps keys and values of finished texts in that
-    many bytes (True: 256 MiB), for prompts that begin alike; by it a caller promises to say `model_changed`. None: 256
-    MiB for models that were loaded here; where target or draft is a model object of the caller's, prompts share within
-    one call alone. False: prompts share nothing. Outside of float32 and `exactness`="strict", a text that continues a
-    cached one may differ at near-ties. `backend` and `exactness` are those of `Loading`; for a model object, "packed"
-    keeps a second copy of its weights, and "auto" leaves it as it is.
+    or None for plain decoding, in which answers in a form have their forced tokens guessed. A draft model with at least
+    32 MiB of weights copies from the text besides; `"model:ID"` and `("model", model)` do not. `tokenizer`: the
+    target's, or the processor of one that sees. `options` are the defaults of every `generate` call. `task` names
+    settings in the checkpoint's `task_specific_params`, which then override its generation config. `kv_budget` limits
+    the keys and values of all running calls, in bytes or as a share of the free memory (0.5: half); further calls wait.
+    `prefix_cache` keeps keys and values of finished texts in that many bytes (True: 256 MiB), for prompts that begin
+    alike; by it a caller promises to say `model_changed`. None: 256 MiB for models that were loaded here; where target
+    or draft is a model object of the caller's, prompts share within one call alone. False: prompts share nothing.
+    Outside of float32 and `exactness`="strict", a text that continues a cached one may differ at near-ties. `memory`:
+    drafts that copy look up texts of earlier calls, too, and of the files and folders that it names: True (128 MiB at
+    most), a number of bytes, or paths. Calls of another `cache_salt` see the files alone. `backend` and `exactness` are
+    those of `Loading`; for a model object, "packed" keeps a second copy of its weights, and "auto" leaves it as it is.
 
     Raises OptionError for what cannot be a target or draft, VocabularyError where the two do not share a vocabulary.
     """
@@ -74,11 +78,12 @@ class SpecGenerator:
         task: str | None = None,
         kv_budget: int | float | None = None,
         prefix_cache: bool | int | None = None,
+        memory: Any = False,
         **options: Any,
     ) -> None:
         check_loaded("SpecGenerator", options)
         check_tokenizer("tokenizer", tokenizer)
-        self._defaults, self._task = check_defaults(options), task
+        self._defaults, self._task, wish = check_defaults(options), task, MemoryWish.read(memory)
         how = Loading(backend=backend, exactness=exactness)
         if tokenizer is None:
             check_split_rule(target, how)
@@ -86,8 +91,12 @@ class SpecGenerator:
         if tokenizer is None and isinstance(target, str | PathLike):  # after the model, whose error gives the reason
             tokenizer = tokenizer_beside(str(target), sees=self.target.sees)
         self.tokenizer, self.processor = split_processor(tokenizer)
-        self._drafts, self.grammars = Drafts(self.target, backend=backend), Grammars(self.target.vocab_size)
+        self.memory, self.grammars = wish.made(self.tokenizer), Grammars(self.target.vocab_size)
+        self._drafts = Drafts(self.target, backend=backend, memory=self.memory)
         self._scheduled = ScheduledDraft(self.target, self._drafts.make(draft, self.tokenizer, assistant_tokenizer))
+        wish.check(self.draft)
+        # Where a call has a form and no draft is named, what the form forces is guessed; "none" names that none is.
+        self._forms = self._scheduled if draft is not None else ScheduledDraft(self.target, FunctionDraft(form))
         self._prefixes, self._promised = _prefixes(prefix_cache), prefix_cache is not None
         self._driver = Driver(Engine(self.target, kv_budget=kv_budget, prefix_cache=self._prefixes))
         release_helpers()  # loading started OpenMP workers here; decoding may run in another thread
@@ -103,6 +112,7 @@ class SpecGenerator:
         task: str | None = None,
         kv_budget: int | float | None = None,
         prefix_cache: bool | int | None = None,
+        memory: Any = False,
         draft_options: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> SpecGenerator:
@@ -115,6 +125,7 @@ class SpecGenerator:
         how, options = Loading.split(options)
         check_defaults(options)
         _prefixes(prefix_cache)  # raises before anything is loaded
+        wish = MemoryWish.read(memory)
         if tokenizer is None:
             check_split_rule(target, how)
         unloaded, draft = draft, loaded(draft, how.of_draft(draft_options))
@@ -133,6 +144,7 @@ class SpecGenerator:
             task=task,
             kv_budget=kv_budget,
             prefix_cache=prefix_cache,
+            memory=wish,
             **options,
         )
 
@@ -150,10 +162,12 @@ class SpecGenerator:
         """Ends what the generator runs and frees what it keeps; it may be called twice, and by any thread.
 
         Calls under way raise CancelledError, after the pass under way; later ones raise EngineError. Cached
-        prompts are dropped. Inside a call (in a processor, say) this raises EngineError.
+        prompts and remembered texts are dropped. Inside a call (in a processor, say) this raises EngineError.
         """
         self._driver.close()
         self._scheduled.keep()
+        if self.memory is not None:
+            self.memory.forget()
 
     def __enter__(self) -> SpecGenerator:
         return self
@@ -263,13 +277,16 @@ class SpecGenerator:
             named = named_drafts(drafts, config) if drafts or config is not None else {}
             scheduled = self._drafts.of_call(named, tokenizer) if named else self._scheduled
             draft = scheduled.draft
+            forces = options.form or any(callable(getattr(one, "forced", None)) for one in extras.logits_processor)
+            if forces and not named and not (options.needs_q or options.penalty_alpha or options.output_attentions):
+                scheduled, draft = self._forms, self._forms.draft
             models = () if draft is None else draft.models
             self.target.check_unchanged("target")
             for model in models:
                 model.check_unchanged("draft")
             check_draft(draft, options, given, extras.prediction, named=bool(named))
-            if (form := options.form) is not None:
-                grammar = self._grammar(form, options, extras)
+            if options.form is not None:
+                grammar = self._grammar(options.form, options, extras)
                 extras = replace(extras, logits_processor=[*extras.logits_processor, grammar])
             prompts = self._read(prompt, messages, inputs, options, extras, models)
             pacing = scheduled.pacing(

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 from specdec.core.budget import Budget
 from specdec.core.drafts import Draft, Proposer, SequenceView
 from specdec.core.tree import Tree
 from specdec.proposers.chains import chain_per_leaf, cut, known_tokens
+from specdec.proposers.memory import DEPTH, Memory
 
 SEPARATOR = -1
 """Separates texts in one index; no text contains it, and guesses are cut before it."""
@@ -64,28 +65,38 @@ def _bin(match: int) -> int:
     return min(match.bit_length(), _NUM_BINS - 1)
 
 
+class _Guess(NamedTuple):
+    """Tokens after `match` matched ones, their confidence, and the `calibration` that learns what came of them."""
+
+    tokens: list[int]
+    match: int
+    confidence: list[float]
+    calibration: Calibration
+
+
 @dataclass(slots=True)
 class _Reading:
-    """One sequence's index, of which `text` it has `seen` tokens, and the last guess after `match` matched tokens."""
+    """One sequence's index, of which `text` it has `seen` tokens, and the last guess."""
 
     index: Index
     text: list[int]
+    salt: str
     seen: int = 0
-    guess: list[int] = field(default_factory=list)
-    match: int = 0
+    guess: _Guess | None = None
 
 
 class TextDraft(Draft):
     """A draft that copies from the text; its guesses are deterministic and nearly free.
 
     `reads_encoder`: it also searches an encoder-decoder target's input. `source` names it in its proposals, by default
-    as its class.
+    as its class. `memory`: where it searches besides, and keeps the texts of sequences that have ended.
     """
 
     reads_predictions = True
     instant = True
     reads_encoder: ClassVar[bool] = False
     source: ClassVar[str]
+    memory: Memory | None = None
 
     def __init_subclass__(cls) -> None:
         if not hasattr(cls, "source"):
@@ -94,6 +105,11 @@ class TextDraft(Draft):
     @cached_property
     def calibration(self) -> Calibration:
         """The confidence that its proposers learned."""
+        return Calibration()
+
+    @cached_property
+    def calibration_of_memory(self) -> Calibration:
+        """The same, of guesses from the memory."""
         return Calibration()
 
     @abstractmethod
@@ -109,7 +125,7 @@ class TextProposer(Proposer):
     """Copies for each sequence from its own index."""
 
     def __init__(self, draft: TextDraft, vocab_size: int) -> None:
-        self._draft, self._vocab_size, self._calibration = draft, vocab_size, draft.calibration
+        self._draft, self._vocab_size = draft, vocab_size
         self._readings: dict[int, _Reading] = {}
 
     def propose(self, seqs: Sequence[SequenceView], budgets: Sequence[Budget]) -> list[Tree]:
@@ -121,18 +137,21 @@ class TextProposer(Proposer):
         if reading is None or reading.text is not seq.tokens:  # new, or written anew
             reading = self._open(seq)
         new = reading.text[reading.seen :]
-        self._calibration.learn(reading.guess, reading.match, new)
+        if reading.guess is not None:
+            reading.guess.calibration.learn(reading.guess.tokens, reading.guess.match, new)
         reading.index.extend(new)
         reading.seen += len(new)
-        found, reading.match = reading.index.lookup(max(limit, 1))
-        reading.guess, confidence = self._usable(seq, found, reading.match)
+        reading.guess = self._look(seq, reading, max(limit, 1))
         # Stored only now, so that after an exception the text is indexed anew.
         self._readings[seq.id] = reading
-        return reading.guess, confidence
+        return reading.guess.tokens, reading.guess.confidence
 
     def after(self, seq: SequenceView, tail: list[int], limit: int) -> tuple[list[int], list[float]]:
-        """At most `limit` tokens that may follow the text and `tail`, and their confidence; `guess` comes first."""
-        return self._usable(seq, *self._readings[seq.id].index.lookup(limit, tail))
+        """At most `limit` tokens that may follow the text and `tail`, and their confidence."""
+        if seq.id not in self._readings or self._readings[seq.id].seen < len(seq.tokens):
+            self.guess(seq, 1)
+        guess = self._look(seq, self._readings[seq.id], limit, tail)
+        return guess.tokens, guess.confidence
 
     def _propose(self, seq: SequenceView, budget: Budget) -> Tree:
         guess, source = self.guess(seq, budget.limit), self._draft.source
@@ -140,17 +159,29 @@ class TextProposer(Proposer):
             return cut(*guess, seq, budget, source)
         return chain_per_leaf(seq, budget, source, lambda tail: self.after(seq, tail, max(budget.limit, 1)))
 
-    def _usable(self, seq: SequenceView, found: list[int], match: int) -> tuple[list[int], list[float]]:
-        """The tokens of `found` that may be proposed, and their confidence after `match` matched tokens."""
-        guess = known_tokens(found, self._vocab_size, seq.task.ends)
-        return guess, self._calibration.rates(match, len(guess))
+    def _look(self, seq: SequenceView, reading: _Reading, limit: int, tail: Sequence[int] = ()) -> _Guess:
+        """What may follow the text and `tail`: from the text itself, or from the memory where that matches longer."""
+        tokens, match = reading.index.lookup(limit, tail)
+        draft, memory, remembered = self._draft, self._draft.memory, None
+        if memory is not None and match < DEPTH:
+            remembered = memory.lookup([*reading.text[-DEPTH:], *tail], reading.salt, limit, above=match)
+        if remembered is not None:
+            tokens, match = remembered.tokens, remembered.match
+        calibration = draft.calibration if remembered is None else draft.calibration_of_memory
+        tokens = known_tokens(tokens, self._vocab_size, seq.task.ends)
+        rates = calibration.rates(match, len(tokens))
+        if remembered is not None:  # the rate counts like two texts beside those that went on with the token, less one
+            rates = [(n - 1 + 2 * rate) / (of + 1) for rate, (n, of) in zip(rates, remembered.counts, strict=False)]
+        return _Guess(tokens, match, rates, calibration)
 
     def drop(self, seq_ids: Sequence[int]) -> None:
         for seq_id in seq_ids:
-            self._readings.pop(seq_id, None)
+            reading = self._readings.pop(seq_id, None)
+            if reading is not None and self._draft.memory is not None:
+                self._draft.memory.remember(reading.text, reading.salt)
 
     def _open(self, seq: SequenceView) -> _Reading:
-        reading = _Reading(self._draft.index(), seq.tokens)
+        reading = _Reading(self._draft.index(), seq.tokens, seq.task.salt)
         if self._draft.reads_encoder and seq.encoder_tokens:
             reading.index.extend([*seq.encoder_tokens, SEPARATOR])
         if seq.prediction:

@@ -39,6 +39,11 @@ class FunctionDraft(Draft):
         return FunctionProposer(self._propose, self._name, vocab_size)
 
 
+def form(tokens: list[int], k: int) -> list[int]:
+    """Guesses nothing: the draft of a call whose only guesses are those that its form forces."""
+    return []
+
+
 class FunctionProposer(Proposer):
     """Calls the user's function once per leaf."""
 

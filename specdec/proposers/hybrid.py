@@ -99,6 +99,9 @@ class HybridProposer(Proposer):
         self._copies, self._ended = {}, perf_counter()
         return trees
 
+    def after(self, seq: SequenceView, tail: list[int], limit: int) -> tuple[list[int], list[float]]:
+        return self._text.after(seq, tail, limit)
+
     def unread(self, seq: SequenceView) -> int:
         return self._inner.unread(seq)
 

@@ -104,7 +104,8 @@ def load_served(settings: ModelSettings, limits: Limits, share: float = 0.5) -> 
         raise OptionError(f"`options` of a model may not name `{refused[0]}`, which every request sets: leave it out")
     if is_speech:
         check_readers()
-    memory: dict[str, Any] = {"kv_budget": settings.kv_budget or share, "prefix_cache": settings.prefix_cache}
+    memory: dict[str, Any] = {"kv_budget": settings.kv_budget or share}
+    memory |= {"prefix_cache": settings.prefix_cache, "memory": settings.memory}
     kind = Transcriber if is_speech else SpecGenerator
     try:
         pipeline: Any = kind.from_pretrained(target, settings.draft, **memory, **settings.loading, **settings.options)

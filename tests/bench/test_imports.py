@@ -115,6 +115,15 @@ def test_a_draft_that_remembers(kind: Any, measured: Any, monkeypatch: pytest.Mo
         assert f"{by_repeat[0]:.2f}, {by_repeat[1]:.2f}, {by_repeat[2]:.2f} by repeat" in said[0]
 
 
+def test_a_memory_of_files(measured: Any, tmp_path: Path) -> None:
+    """Words for drafts that copy know the files in every repeat, and no answer of the repeat before."""
+    (file := tmp_path / "file").write_text("def add(a, b):\n    return a + b\n")
+    how = {"max_new_tokens": 16, "repeats": 3, "warm_up": 0, "drafts": ["suffix", "early_exit:1"]}
+    found = measured(**how, modes=[{"memory": str(file)}])
+    lengths = [system["acceptance_length_by_repeat"] for system in found["groups"][0]["systems"][1:]]
+    assert [len({*by_repeat}) for by_repeat in lengths] == [1, 1]
+
+
 @pytest.mark.parametrize("drafts", ["sufix", "suffix+sufix"])
 def test_a_misspelt_draft(drafts: str, keys: dict[str, Any]) -> None:
     """Before anything is loaded it is compared with the words. (The error was about `target`.)"""

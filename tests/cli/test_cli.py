@@ -797,6 +797,32 @@ def test_every_command_reads_in_full_if_told(
     assert made == [True, None]
 
 
+def test_every_command_that_drafts_takes_a_memory(
+    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, called: Any, talk: Any
+) -> None:
+    """By --memory, of words or paths, or by a file."""
+    made = list[Any]()
+
+    def spy(self: Any, *models: Any, **options: Any) -> None:
+        made.append(options["memory"])
+        raise Enough("enough")
+
+    monkeypatch.setattr(SpecGenerator, "__init__", spy)
+    (rows := tmp_path / "rows.txt").write_text("def f\n")
+    (file := tmp_path / "run.yaml").write_text(f"memory: {rows}\n")
+    generating = ("generate", target, "-p", "def f", "-q")
+    flags = ("--memory", str(rows), "--memory", str(rows))
+    called(*generating, *flags, code=1)
+    called("batch", rows, tmp_path / "out.jsonl", "--model", target, "-q", *flags, code=1)
+    talk("ab", flags=flags, code=1)
+    called(*generating, "--config", file, code=1)
+    called(*generating, "--memory", "on", code=1)
+    called(*generating, code=1)
+    assert [len(wish.texts) for wish in made] == [2, 2, 2, 1, 0, 0]
+    assert [bool(wish.most_bytes) for wish in made] == [True] * 5 + [False]
+    assert "`memory`: missing has no text" in called(*generating, "--memory", "missing", code=2).err
+
+
 def test_gguf_files(tmp_path: Path, called: Any) -> None:
     """By their own path, or by that of their folder and --gguf-file; nothing but the text is shown."""
     pytest.importorskip("gguf")

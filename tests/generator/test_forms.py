@@ -3,14 +3,18 @@
 import json
 import re
 import sys
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
 from pydantic import BaseModel
+from transformers import AutoTokenizer
 
 from specdec import SpecGenerator
+from specdec.decoding.processors.grammar import Grammars
 from specdec.errors import OptionError, UnsupportedError
+from specdec.options.bundled_models import locate
+from specdec.options.generate import Form
 from tests.folders import WIDTH, byte_tokenizer
 from tests.tiny import tiny
 
@@ -70,6 +74,72 @@ def test_answers_in_a_form(name: str, way: str) -> None:
     assert found[0].texts == found[1].texts == found[2].texts
     assert all(fits(text) for text in found[0].texts)
     assert {*found[0].stats.finish_reasons} == {"eos"}
+
+
+KEYS: dict[str, Any] = {
+    "type": "object",
+    "properties": {"date_of_birth": {"type": "integer", "maximum": 99}, "country_of_residence": {"enum": ["at", "be"]}},
+    "required": ["date_of_birth", "country_of_residence"],
+    "additionalProperties": False,
+}
+FORCED: dict[str, Any] = {"max_new_tokens": 90, "eos_token_id": 2, "guided_json": KEYS}
+WRONG_DRAFTS: dict[str, Any] = {"hybrid": ("suffix", DRAFTS["model"]), "wrong": lambda tokens, k: [7] * k}
+
+
+def passes_of(draft: Any, way: str = "greedy", **options: Any) -> tuple[list[str], float]:
+    """The texts of an answer with long keys, and the new tokens of a pass."""
+    generator = SpecGenerator(tiny("llama", vocab=WIDTH), draft, tokenizer=TOKENIZER)
+    out = generator.generate(["ab", "abab ab"], **FORCED, **WAYS[way], **options)
+    assert out.stats is not None
+    return out.texts, out.stats.num_new_tokens / out.stats.num_target_passes / len(out.texts)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_a_form_forces_is_a_draft(way: str) -> None:
+    """With any draft and with none, unless that is named: the texts stay, and keys take few passes."""
+    texts, plain = passes_of("none", way)
+    assert passes_of(None, way, assistant_model="none") == (texts, plain)
+    for name, draft in {**DRAFTS, **WRONG_DRAFTS}.items():
+        drafted, rate = passes_of(draft, way)
+        assert drafted == texts, name
+        assert rate > (1 if way == "beams" else 1.5) * plain, name
+
+
+def test_copies_go_on_behind_what_is_forced() -> None:
+    """A prediction fills what the form leaves open."""
+    texts, forced = passes_of("suffix")
+    assert passes_of("suffix", prediction=texts)[1] > 1.2 * forced
+
+
+def test_only_forced_text_is_guessed() -> None:
+    """In a form with a choice at every token, nothing is, and before a thought has ended, nothing."""
+    gen = generator_of("none")
+    out = gen.generate("ab", max_new_tokens=9, guided_regex="[ab]{9}")
+    assert out.stats is not None
+    assert not out.stats.num_draft_tokens
+    grammar = gen.grammars.make(Form("regex", "yes, (sir|son)", "x"), TOKENIZER, [2]).copy(3, 1)
+    encode = partial(TOKENIZER.encode, add_special_tokens=False)
+    prompt = [5, 6, 7]
+    assert grammar.forced(prompt) == encode("yes, s")
+    assert grammar.forced(prompt + encode("yes, so")) == encode("n")
+    assert grammar.forced(prompt + encode("yes, son")) == grammar.forced(prompt + encode("no")) == []
+    grammar.follows = encode("#")
+    assert grammar.forced(prompt + encode("yes")) == []
+    assert grammar.forced(prompt + encode("hm#yes")) == encode(", s")
+
+
+def test_sampling_by_rejection_stays_what_it_was_without_a_draft() -> None:
+    """Its text depends on the rounds, so nothing is guessed that was not asked for."""
+    how = {"do_sample": True, "seed": 5, "sampling": "rejection"}
+    assert passes_of(None, **how) == passes_of("none", **how)
+
+
+def test_a_token_that_may_go_on_is_left_to_the_target() -> None:
+    """A word's beginning may be written with another token than the word."""
+    tokenizer = AutoTokenizer.from_pretrained(locate("zoo:python-code", "target"))
+    grammar = Grammars(len(tokenizer)).make(Form("choice", ["return value", "return values"], "x"), tokenizer, [0])
+    forced = tokenizer.decode(grammar.copy(0, 1).forced([]))
+    assert forced == "return"
 
 
 def test_an_encoder_decoder_answers_in_a_form() -> None:

@@ -121,3 +121,18 @@ def test_clients_read_for_themselves(heads: list[tuple[str, str]], key_file: Pat
     counts = [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers]
     assert counts[:2] == [0, 0]
     assert counts[2] > 50
+
+
+@pytest.mark.parametrize("heads", [[("x-forwarded-for", user) for user in ("1.2.3.4", "5.6.7.8")], KEY_HEADS])
+def test_clients_remember_for_themselves(heads: list[tuple[str, str]], key_file: Path) -> None:
+    """The same request again is guessed from the answer before; another client's first one is not."""
+    body = {**SHORT, "temperature": 0, "max_tokens": 32, "ignore_eos": True, "return_metrics": True}
+    how: dict[str, Any] = {"api_key_file": key_file} if heads == KEY_HEADS else {"trusted_proxies": PROXIES}
+    with asking(app(text_model(memory=True), **how)) as c:
+        first, again, other = (
+            c.post(PATH, json=body, headers=dict([head])).json() for head in (heads[0], heads[0], heads[1])
+        )
+    assert first["choices"] == again["choices"] == other["choices"]
+    figures = [answer["metrics"]["speculative_decoding"] for answer in (first, again, other)]
+    accepted = [one["num_accepted_draft_tokens"] for one in figures]
+    assert accepted[0] == accepted[2] < accepted[1]

@@ -97,6 +97,23 @@ def test_formats_that_are_not_read() -> None:
             forms_of(text, "m")
 
 
+@pytest.mark.parametrize("tokens", ["no", "tokens", "special"])
+def test_a_tool_s_name_is_guessed(tokens: str) -> None:
+    """What a call must begin with is a draft, marks that are tokens of their own too, unless it is switched off."""
+    choice = {"type": "function", "function": {"name": "weather"}}
+    body = {"messages": [USER], "tools": [WEATHER, TIME], "tool_choice": choice, "max_tokens": 100, "temperature": 0}
+    with asking(app(model_of(HERMES, tokens))) as c:
+        guessed, plain = (
+            c.post(CHATS, json={**body, "speculate": speculate, "return_metrics": True}).json()
+            for speculate in (True, False)
+        )
+    [[one], [other]] = (answer["choices"][0]["message"]["tool_calls"] for answer in (guessed, plain))
+    assert one["function"] == other["function"]
+    figures = [answer["metrics"]["speculative_decoding"] for answer in (guessed, plain)]
+    assert figures[0]["num_accepted_draft_tokens"] > 20
+    assert figures[1]["num_draft_tokens"] == 0
+
+
 @pytest.mark.parametrize("mark", CALLS)
 def test_answers_that_must_call(mark: str) -> None:
     """They are calls alone, in the schemas of their functions; one of a named function."""

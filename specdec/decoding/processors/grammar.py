@@ -1,6 +1,7 @@
 """Structured output: JSON schemas, regular expressions and grammars as a mask over the next token, by llguidance.
 
-A mask depends on the text alone, so a draft model uses it too, and copied drafts are cut where they violate it.
+A mask depends on the text alone, so a draft model uses it too, and copied drafts are cut where they violate it. Where
+one continuation is left, it is a draft itself.
 """
 
 from __future__ import annotations
@@ -66,6 +67,12 @@ class Grammar:
             return len(tokens)
         matcher, free = self._at(before or []), len(tokens) + len(before or ()) - len(whole)
         return free + (0 if matcher is None else matcher.validate_tokens(list(tokens[free:])))
+
+    def forced(self, text: Sequence[int]) -> list[int]:
+        """The tokens that write what alone may follow `text`, before one that could also write more than that."""
+        formed = self._formed(text)
+        matcher = None if formed is None else self._at(formed)
+        return [] if matcher is None or matcher.is_stopped() else list(matcher.compute_ff_tokens())
 
     def _formed(self, text: Sequence[int]) -> list[int] | None:
         """The part of a text that has the form; None before it begins."""
