@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from measure import Watch, interleaved, ratio, read_prompts, table
 
+from recipes.distill.texts import encode_prompts
 from specdec import Generation, SpecGenerator
-from specdec.distill.texts import encode_prompts
 from specdec.options.load import BACKENDS
 
 PLAIN = "plain"
@@ -49,7 +49,7 @@ def main() -> None:
     """Measures, and prints one table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("target", help="folder or hub id")
-    parser.add_argument("draft", help="what `specdec distill` wrote, or another draft")
+    parser.add_argument("draft", help="what `python -m recipes distill` wrote, or another draft")
     parser.add_argument("--prompts", type=Path, required=True)
     parser.add_argument("--count", type=int, default=12, help="prompts, of all kinds in turn")
     parser.add_argument("--tokens", type=int, default=64, help="new tokens per prompt")

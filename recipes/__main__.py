@@ -1,4 +1,4 @@
-"""`python -m recipes NAME OUT`."""
+"""`python -m recipes NAME …`."""
 
 from recipes import main
 

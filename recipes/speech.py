@@ -34,9 +34,9 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from recipes import phrases, speech_scores, synthesis
 from recipes.course import Course, check_stage, save
+from recipes.distill.optimise import make_optimizers
 from recipes.synthesis import Clips
 from recipes.windows import IGNORED, LETTERS, Batch, Composer
-from specdec.distill.optimise import make_optimizers
 
 WINDOW = 10  # seconds
 SHORT = 3  # seconds, of the windows at the beginning

@@ -13,14 +13,13 @@ ROOT = Path(specdec.__file__).parent
 # A folder imports itself and what stands above it.
 LAYERS = [
     *("errors", "core", "options", "kernels", "models", "decoding", "proposers", "engine", "generator"),
-    *("pipelines", "integrations", "bench", "distill", "server", "batch", "cli"),
+    *("pipelines", "integrations", "bench", "server", "batch", "cli"),
 ]
 # Programs do not import each other, nor do strategies import models: what stands here does not import what follows.
 APART = {
     "decoding": {"models"},
-    "distill": {"bench"},
-    "server": {"bench", "distill"},
-    "batch": {"bench", "distill"},
+    "server": {"bench"},
+    "batch": {"bench"},
 }
 MODULES = {
     ".".join(("specdec", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__"): path

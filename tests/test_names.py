@@ -8,7 +8,7 @@ import specdec
 
 ROOT = Path(specdec.__file__).parent
 # The loop in small has names of the engine's parts, and a command has the name of what it runs.
-NAMESAKES = {"accept", "generate", "distill", "serve"}
+NAMESAKES = {"accept", "generate", "serve"}
 
 
 def test_public_names_are_unique() -> None:

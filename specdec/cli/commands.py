@@ -19,7 +19,6 @@ from specdec.cli import flags
 from specdec.cli.batch import batch
 from specdec.cli.bench import bench
 from specdec.cli.compile import compile_
-from specdec.cli.distill import distill
 from specdec.cli.doctor import doctor
 from specdec.cli.pack import pack_
 from specdec.cli.pair import demo, zoo
@@ -217,7 +216,6 @@ for command in (
     transcribe,
     compile_,
     pack_,
-    distill,
     zoo,
 ):
     name = command.__name__.rstrip("_")

@@ -48,7 +48,7 @@ _TOKENS = (8, 96)  # least and most new tokens of an estimate's texts
 _LEAST = 3  # prompts of an estimate
 _TEXTS = 4 * _LEAST  # two plain and two assisted ones per prompt, warm-ups aside
 _FASTER = "specdec bench measures with intervals, and compares schedules: --schedule NAME, repeatable"
-_SLOWER = "--draft suffix for text that copies, a smaller draft, or specdec distill; specdec bench compares drafts"
+_SLOWER = "--draft suffix for text that copies, or a smaller draft; specdec bench compares drafts"
 _BUSY = "measure again on a quiet machine: other programs use its cores"
 _MARKS = {"good": ("✓", Style(color="green")), "note": ("·", PROMPT), "bad": ("✗", Style(color="red", bold=True))}
 _WIDTH = 16  # columns of a name

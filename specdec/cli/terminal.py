@@ -30,7 +30,6 @@ EXAMPLES = {
     "chat": "specdec chat HuggingFaceTB/SmolLM2-1.7B-Instruct --draft HuggingFaceTB/SmolLM2-135M-Instruct",
     "compile": "specdec compile zoo:python-code --draft zoo:python-code",
     "demo": "specdec demo --sample --seed 3",
-    "distill": "specdec distill zoo:python-code -o my-draft --text README.md --steps 20",
     "doctor": "specdec doctor zoo:python-code",
     "generate": "specdec generate zoo:python-code -p 'def mean(values):' --show-draft --stats",
     "pack": "specdec pack zoo:python-code packed --quantization int8-weight",

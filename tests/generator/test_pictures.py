@@ -13,8 +13,8 @@ from PIL import Image
 from torch import Tensor
 from transformers import GenerationMixin
 
+from recipes.distill.texts import encode_prompts
 from specdec import OptionError, SpecGenerator, UnsupportedError
-from specdec.distill.texts import encode_prompts
 from specdec.pipelines import Summarizer
 from tests.engine.test_threads import is_clean, together
 from tests.generator.conftest import idle

@@ -9,13 +9,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from recipes import main
+from recipes.distill.new_head import save_eagle
+from recipes.distill.student import STEPS, Student
+from recipes.distill.teacher import Example, ExampleCache, Teacher, divergence
+from recipes.distill.texts import Texts
+from recipes.distill.training import Length, distill
 from specdec import SpecGenerator
 from specdec.cli.commands import run_command
-from specdec.distill.distill import Length, distill
-from specdec.distill.new_head import save_eagle
-from specdec.distill.student import STEPS, Student
-from specdec.distill.teacher import Example, ExampleCache, Teacher, divergence
-from specdec.distill.texts import Texts
 from specdec.errors import LoadError, OptionError, SpecdecError, UnsupportedError
 from specdec.models import LanguageModel
 from tests.folders import WIDTH, byte_tokenizer, saved
@@ -255,14 +256,13 @@ def test_the_command(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[s
     model, prompts, out = saved("llama", tmp_path / "t", vocab=WIDTH, **THREE), tmp_path / "p.jsonl", tmp_path / "o"
     byte_tokenizer().save_pretrained(model)
     prompts.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
-    command = ["distill", model, "-o", str(out), "--text", str(text), "--prompts", str(prompts), "--steps", "2"]
     capsys.readouterr()
-    assert run_command([*command, "--quiet"]) == 0
-    output = capsys.readouterr()
-    assert output.err == ""
+    main(["distill", model, str(out), "--text", str(text), "--prompts", str(prompts), "--steps", "2"])
+    lines = capsys.readouterr().out.splitlines()
     names = ["steps", "loss", "agreement by position", "acceptance length", "to measure it"]
-    assert [line.split("  ")[0] for line in output.out.splitlines()] == names
-    assert output.out.endswith(f" specdec bench {model} --draft {out}\n")
+    assert [line.split("  ")[0] for line in lines] == names
+    assert lines[-1].endswith(f" specdec bench {model} --draft {out}")
     assert run_command(["generate", model, "--draft", str(out), "-p", "the", "--max-new-tokens", "4", "--quiet"]) == 0
-    assert run_command(["distill", model, "-o", str(tmp_path / "no"), "--steps", "2"]) == 2
+    with pytest.raises(SystemExit):
+        main(["distill", model, str(tmp_path / "no"), "--steps", "2"])
     assert "nothing to learn from" in capsys.readouterr().err

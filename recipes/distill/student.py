@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from specdec.distill.new_head import layers_to_read, make_eagle
-from specdec.distill.teacher import Example, Teacher, divergence
+from recipes.distill.new_head import layers_to_read, make_eagle
+from recipes.distill.teacher import Example, Teacher, divergence
 from specdec.models import LanguageModel
 
 STEPS = 4  # guesses of a chain, in training and evaluation

@@ -21,12 +21,12 @@ import numpy as np
 import torch
 from torch.optim import Optimizer
 
+from recipes.distill.new_head import save_eagle
+from recipes.distill.optimise import descend, make_optimizers, rate
+from recipes.distill.student import STEPS, Student
+from recipes.distill.teacher import CACHE_GIB, ExampleCache
+from recipes.distill.texts import Texts, continued, divide, divide_prompts, encode_prompts, evaluations, read_texts
 from specdec import SpecGenerator
-from specdec.distill.new_head import save_eagle
-from specdec.distill.optimise import descend, make_optimizers, rate
-from specdec.distill.student import STEPS, Student
-from specdec.distill.teacher import CACHE_GIB, ExampleCache
-from specdec.distill.texts import Texts, continued, divide, divide_prompts, encode_prompts, evaluations, read_texts
 from specdec.errors import LoadError, OptionError, UnsupportedError
 from specdec.generator.tokenizers import check_tokenizer
 from specdec.models.language_model import LanguageModel

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from recipes.distill.student import STEPS
 from specdec import SpecGenerator
-from specdec.distill.student import STEPS
 from specdec.errors import OptionError, SpecdecError
 from specdec.generator.inputs.pictures import chat_ids, has_template
 from specdec.options.kept_lines import whole_lines

@@ -1,1 +1,0 @@
-"""Trains a draft for any target (`specdec distill`)."""
