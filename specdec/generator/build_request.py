@@ -87,7 +87,7 @@ class ScheduledDraft:
     _lock: Any = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
-        self.keep = weakref.finalize(self, kept_costs.write, self._last, kept_costs.odds_of(self.draft))
+        self.keep = weakref.finalize(self, kept_costs.write_costs, self._last, kept_costs.odds_of(self.draft))
 
     def pacing(self, options: Options, **how: Any) -> Pacing:
         """The pacing of a request: its own, or its family's where the schedule learns; `how`: see `make_schedule`.
@@ -102,7 +102,7 @@ class ScheduledDraft:
             found, last = self._pacings.get(key), self._last.get(options.family)
             file = kept_costs.place(self.target, self.draft, options.family)
             if found is None or not found.users:
-                learned = kept_costs.read(file, kept_costs.odds_of(self.draft)) if last is None else last[1].schedule
+                learned = kept_costs.read_costs(file, kept_costs.odds_of(self.draft)) if last is None else last[1].schedule
                 schedule = make_schedule(options, learned=learned, **how)
                 found = self._pacings.setdefault(key, Pacing(schedule))
                 found.schedule = schedule

@@ -51,7 +51,7 @@ def place(target: LanguageModel, draft: Draft | None, family: Hashable) -> Path 
     """The file for calls of `family`; None if a model has no name or there is no home folder."""
     models = [target, *(() if draft is None else draft.models)]
     names = [str(getattr(model.model.config, "name_or_path", "") or "") for model in models]
-    folder = probe_cache.folder()
+    folder = probe_cache.probe_folder()
     if folder is None or not all(names):
         return None
     parts = [_machine(), f"{torch.get_num_threads()} threads", repr(draft), repr(family), *names]
@@ -70,7 +70,7 @@ def odds_of(draft: Draft | None) -> Odds | None:
     return draft.odds if isinstance(draft, HybridDraft) else None
 
 
-def read(path: Path | None, odds: Odds | None) -> Cost | None:
+def read_costs(path: Path | None, odds: Odds | None) -> Cost | None:
     """A schedule with what `path` holds, which new `odds` take in too; None without a sound file."""
     with suppress(OSError, ValueError):
         text = "" if path is None else path.read_text("utf-8")
@@ -90,7 +90,7 @@ def _is_sound(value: Any) -> bool:
     return value is None or (isinstance(value, int | float) and 0 <= value < math.inf)
 
 
-def write(last: LastPacings, odds: Odds | None) -> None:
+def write_costs(last: LastPacings, odds: Odds | None) -> None:
     """Writes what measured schedules learned, and deletes the oldest files beyond `_MOST`."""
     for path, pacing in last.values():
         schedule = pacing.schedule

@@ -46,11 +46,11 @@ def holds(what: str, trial: Callable[[], bool | None]) -> bool:
 def _marker(what: str) -> Path | None:
     """The file that says that `what` holds with these releases; None without a home folder."""
     releases = f"transformers {transformers.__version__}, torch {torch.__version__}, specdec {__version__}"
-    place = folder()
+    place = probe_folder()
     return None if place is None else place / hashlib.sha256(f"{releases}\n{what}".encode()).hexdigest()[:16]
 
 
-def folder() -> Path | None:
+def probe_folder() -> Path | None:
     """The folder of all results; None without a home folder."""
     with suppress(RuntimeError):
         return Path(os.environ.get("SPECDEC_PROBES") or cache_folder() / "probes")
