@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -154,11 +153,9 @@ def in_words(error: BaseException) -> str:
 def run(suite: Suite, folder: Path, notify: Notify = lambda done, total, doing: None) -> Store:
     """Measures what `folder/samples.jsonl` lacks; calls `notify(done, total, doing)` before every step.
 
-    A system that fails is noted and the others go on. Raises SpecdecError where a library is missing, OptionError for
-    drafts without a place, prompts that cannot be read, and where the folder belongs to another configuration.
+    A system that fails is noted and the others go on. Raises OptionError for drafts without a place, prompts that
+    cannot be read, and where the folder belongs to another configuration.
     """
-    if missing := [name for name in ("scipy", "matplotlib", "jinja2") if find_spec(name) is None]:
-        raise SpecdecError(f"the benchmark needs {', '.join(missing)}: pip install -e '.[bench]'")
     check_drafts(suite)
     prompts = [pick_prompts(p.source, p.count) for p in suite.prompts]
     texts = [[prompt.text for prompt in found] for found in prompts]

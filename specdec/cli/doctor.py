@@ -34,7 +34,6 @@ State = Literal["good", "note", "bad"]
 _DISTRIBUTION = "specdec-runtime"
 _EXTRAS = {
     "audio": "recordings in any format",
-    "bench": "reports with plots",
     "gguf": "GGUF files",
     "harness": "lm-evaluation-harness",
     "parquet": "Parquet input of specdec batch",
