@@ -81,7 +81,7 @@ def _system(store: Store, group: Group, cell: Cell | None, plain: list[Sample]) 
     faster = speedup(plain, samples) if cell is not None else None
     memory = [s.memory for s in samples if s.memory is not None]
     return {
-        "name": name_of(cell),
+        "name": _shown(cell, stats),
         "draft": None if cell is None else cell.draft,
         "schedule": None if cell is None else cell.drafting.options,
         "requests": len(requests(samples)),
@@ -108,6 +108,12 @@ def _system(store: Store, group: Group, cell: Cell | None, plain: list[Sample]) 
         "draft_backend": stats.settings.get("draft_backend"),
         **_sameness(store, group, samples),
     }
+
+
+def _shown(cell: Cell | None, stats: Stats) -> str:
+    """The label of a cell; of a large model that copies besides, with the word for that."""
+    copies, plus, _ = stats.settings.get("draft_kind", "").partition("+")
+    return f"{copies}+{cell.label}" if cell is not None and plus and cell.name.word is None else name_of(cell)
 
 
 def backends(system: Results) -> str:

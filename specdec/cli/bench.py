@@ -66,7 +66,7 @@ def bench(
     out: Path | None = Option(None, help="Folder for samples and results; bench-NAME by default."),
     restart: bool = Option(False, "--restart", help="Discard the samples in the folder."),
 ) -> int:
-    """Compare the speeds and texts of drafts with those of plain decoding.
+    """Compare drafts with plain decoding, in speed and in text.
 
     After Ctrl-C or a kill, the same command resumes. Exit code 3: a text differs from that of plain decoding, and
     neither --near-tie nor a row-dependent target excuses it.

@@ -130,6 +130,8 @@ class Job:
             for phase in _PHASES:
                 self._phases[phase] += getattr(round_, phase)
             self._note_draft(round_)
+            if any(seq.steps for seq in round_.seqs):
+                self._phases.setdefault("first_token_seconds", clock() - self._began)
             for seq in round_.seqs:
                 self._rounds.setdefault(seq.id, []).append(seq)
             if not self._stream and streamer is None:
@@ -229,7 +231,10 @@ class Job:
         call = self.call
         draft, schedule = call.draft, type(call.pacing.schedule).__name__.lower()
         settings = {"strategy": call.seqs[0].strategy.name, "schedule": "none" if draft is None else schedule}
-        for name, models in (("", [call.target]), ("draft_", () if draft is None else draft.models)):
+        draft_models = () if draft is None else draft.models
+        if draft is not None:
+            settings["draft_kind"] = draft.kind
+        for name, models in (("", [call.target]), ("draft_", draft_models)):
             for part in ("backend", "weight_kind"):
                 if values := ", ".join(dict.fromkeys(getattr(model, part) for model in models)):
                     settings[name + part] = values
@@ -237,6 +242,7 @@ class Job:
             total(per_row),
             num_target_passes=call.request.passes,
             seconds=seconds,
+            loading_seconds=sum(model.loading_seconds for model in (call.target, *draft_models)),
             finish_reasons=tuple(reasons),
             lengths=list(map(len, new)),
             per_row=per_row,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub.errors import EntryNotFoundError
 
 from specdec import LanguageModel, SpecGenerator
 from specdec.bench import exit_state, read_suite, results, run, runner
@@ -16,7 +17,7 @@ from specdec.bench.machine import provenance
 from specdec.bench.results import summary
 from specdec.bench.samples import Store
 from specdec.bench.systems import measure
-from specdec.errors import OptionError
+from specdec.errors import OptionError, SpecdecError
 from specdec.options import bundled_models, versions
 from tests.bench.fakes import lie, reported
 from tests.folders import saved_model
@@ -183,14 +184,54 @@ def test_every_figure_is_explained(measured: Any) -> None:
 
 def test_failures_are_listed(measured: Any, tmp_path: Path) -> None:
     """A draft and a mode that do not load leave the others alone, and are tried again."""
-    modes = [{"name": "good"}, {"name": "bad", "gguf_file": "nowhere.gguf"}]
+    modes = [{"name": "good"}, {"name": "bad", "gguf_file": str(tmp_path / "broken.gguf")}]
+    (tmp_path / "broken.gguf").write_bytes(b"GGUF")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "config.json").write_text('{"model_type": "none"}')
     for _ in range(2):
-        found = measured(drafts=["suffix", str(tmp_path / "nowhere")], modes=modes)
+        found = measured(drafts=["suffix", str(tmp_path / "empty")], modes=modes)
         assert exit_state(found) == "failed"
         systems = [[s["name"] for s in group["systems"]] for group in found["groups"]]
         assert systems == [["plain", "suffix, constant 2"], []]
-        assert [failure["system"] for failure in found["failures"]] == [f"{tmp_path / 'nowhere'}, constant 2", "plain"]
-        assert "nowhere.gguf" in found["failures"][1]["error"]
+        assert [failure["system"] for failure in found["failures"]] == [f"{tmp_path / 'empty'}, constant 2", "plain"]
+        assert "broken.gguf" in found["failures"][1]["error"]
+
+
+@pytest.mark.parametrize(
+    ("others", "words"),
+    [
+        ({"targets": "./nowhere"}, "`target` must be .* there is no such folder"),
+        ({"targets": "some/one"}, "`target` 'some/one' cannot be loaded"),
+        ({"drafts": ["suffix", "./nowhere"]}, "`draft` must be .* there is no such folder"),
+        ({"drafts": "model:some/one"}, "`draft` 'some/one' cannot be loaded"),
+        ({"modes": [{}, {"gguf_file": "nowhere.gguf"}]}, "`gguf_file`"),
+        ({"modes": [{"draft_options": {"gguf_file": "nowhere.gguf"}}]}, "`gguf_file`"),
+        ({"prompts": ["code", "nowhere.txt"]}, "`prompts`"),
+    ],
+)
+def test_names_are_checked_first(
+    others: dict[str, Any], words: str, measured: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is loaded before the last name is known. (A misspelt target was found after an hour of another one.)"""
+
+    def missing(*_: Any, **__: Any) -> Any:
+        raise EntryNotFoundError("404")
+
+    monkeypatch.setattr("transformers.utils.hub.hf_hub_download", missing)
+    monkeypatch.setattr(SpecGenerator, "from_pretrained", lambda *_, **__: pytest.fail("a model was loaded"))
+    with pytest.raises(SpecdecError, match=words):
+        measured(**others)
+
+
+def test_a_large_model_is_named_as_it_drafts(
+    keys: dict[str, Any], measured: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It copies from the text besides, and its name says so. (It stood there as if it drafted alone.)"""
+    monkeypatch.setattr("specdec.generator.drafts_by_name._DEAR", 0)
+    draft = keys["drafts"][0]
+    found = measured(drafts=[draft, f"model:{draft}"])
+    names = [system["name"] for system in found["groups"][0]["systems"]]
+    assert names == ["plain", f"suffix+{draft}, constant 2", f"model:{draft}, constant 2"]
 
 
 def test_a_draft_with_another_tokenizer(measured: Any, tmp_path: Path) -> None:
