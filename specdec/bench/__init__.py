@@ -10,6 +10,7 @@
 | `samples.py` | `samples.jsonl`, and differences from plain decoding's texts |
 | `figures.py`, `results.py` | intervals and percentiles; `results.json` and the summary |
 | `duel.py` | plain and assisted decoding of one prompt, timed in turn |
+| `tuner.py` | drafts and weights tried within a number of seconds, for `specdec doctor` |
 | `machine.py` | machine, versions, contention, peak memory |
 """
 

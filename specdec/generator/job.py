@@ -130,8 +130,6 @@ class Job:
             for phase in _PHASES:
                 self._phases[phase] += getattr(round_, phase)
             self._note_draft(round_)
-            if any(seq.steps for seq in round_.seqs):
-                self._phases.setdefault("first_token_seconds", clock() - self._began)
             for seq in round_.seqs:
                 self._rounds.setdefault(seq.id, []).append(seq)
             if not self._stream and streamer is None:
@@ -242,6 +240,7 @@ class Job:
             total(per_row),
             num_target_passes=call.request.passes,
             seconds=seconds,
+            first_token_seconds=max(call.request.first_token - self._began, 0.0),
             loading_seconds=sum(model.loading_seconds for model in (call.target, *draft_models)),
             finish_reasons=tuple(reasons),
             lengths=list(map(len, new)),
