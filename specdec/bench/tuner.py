@@ -29,7 +29,7 @@ from specdec.options.load import is_gguf
 NONE = "none"
 _TOKENS = 96  # of an answer, at most
 _FEW = 8  # tokens that say how fast an answer is
-_LARGE = 2**26  # weights: rounding smaller models gains little and hurts them more
+_LARGE = 2**27  # bytes of weights: rounding smaller models gains little and hurts them more
 _ROUNDING = 1.5  # times as long as reading weights takes reading and rounding them
 _EQUAL = 0.97  # of the fastest time: what is nearer is noise, and the simpler draft is better
 _QUESTION = "Why do people in cold countries put salt on roads, and when does it not help? Answer in a few sentences."
@@ -67,6 +67,11 @@ class Trial:
     def speedup(self) -> float:
         """Plain decoding's time per token over the draft's."""
         return self.plain_ms / self.ms
+
+    @property
+    def weights(self) -> str:
+        """What most of the target's weights are stored in."""
+        return self.stats.settings.get("weight_kind", self.mode.label)
 
     @property
     def reason(self) -> str:
@@ -110,11 +115,10 @@ def further_modes(target: LanguageModel, mode: Mode) -> list[Mode]:
 
     None where `mode` says how, elsewhere than on a CPU, and for small or rounded models.
     """
-    weights = sum(weight.numel() for weight in target.model.parameters())
     chosen = mode.dtype or mode.quantization or mode.gguf_file or mode.backend == "eager"
     if chosen or target.device.type != "cpu" or target.is_encoder_decoder or not kernels.available():
         return []
-    if weights < _LARGE or target.weight_kind not in ("float32", "bfloat16", "float16"):
+    if target.weight_bytes < _LARGE or target.weight_kind not in ("float32", "bfloat16", "float16"):
         return []
     words: list[dict[str, Any]] = [{"quantization": "int8-weight"}, {"quantization": "int4-weight"}]
     if target.weight_kind == "float32":
@@ -227,9 +231,9 @@ class Tuner:
     def _trials(self, mode: Mode, generators: Mapping[str, SpecGenerator], more: int) -> Iterator[Trial]:
         """As many laps over the prompts as fit."""
         calls = prompts_for(generators[NONE], self.prompts)
-        first = self._answer(generators[NONE], calls[0], _FEW, None)  # it warms up, and tells how many laps there are
-        for generator in [*generators.values()][1:]:
+        for generator in generators.values():  # first passes are slow
             generator.generate("def", do_sample=False, max_new_tokens=_FEW // 2)
+        first = self._answer(generators[NONE], calls[0], _FEW, None)
         self._lap = max(first.seconds * len(generators), 1e-9)
         now, seconds = self.clock(), self._share(more)
         laps = min(max(int(seconds / self._lap), 1), len(calls))

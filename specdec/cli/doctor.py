@@ -45,7 +45,7 @@ _EXTRAS = {
 """Extras of the package, and what they add."""
 _SECONDS = 60.0  # for a whole examination
 _GAIN = 1.02  # from which on a draft pays
-_FIGURES = ("draft", "ms", "speedup", "first_token", "answers", "different")
+_FIGURES = ("weights", "draft", "ms", "speedup", "first_token", "answers", "different")
 _BUSY = "measure again on a quiet machine: other programs use its cores"
 _MARKS = {"good": ("✓", Style(color="green")), "note": ("·", PROMPT), "bad": ("✗", Style(color="red", bold=True))}
 _WIDTH = 16  # columns of a name
@@ -250,8 +250,8 @@ def _trial(trial: Trial) -> Finding:
     pays = trial.speedup >= _GAIN
     if trial.draft != "none" and not pays:
         words += f", it does not pay: {trial.reason}"
-    figures = {"mode": trial.mode.label, **{name: getattr(trial, name) for name in _FIGURES}}
-    return Finding(trial.mode.label, _label(trial.draft), words, "good" if pays else "note", figures=figures)
+    figures = {name: getattr(trial, name) for name in _FIGURES}
+    return Finding(f"{trial.weights} weights", _label(trial.draft), words, "good" if pays else "note", figures=figures)
 
 
 def _label(draft: str) -> str:
@@ -266,13 +266,13 @@ def _advice(request: CommandRequest, trials: Sequence[Trial], *, chats: bool) ->
     """The fastest command, and the fastest for the weights as they were named, where fewer bits are faster still."""
     from specdec.bench.tuner import best
 
-    plain = trials[0]
+    plain, fastest = trials[0], best(trials)
     stored = best([trial for trial in trials if trial.mode == plain.mode])
-    for name, trial in {"command": best(trials), "same weights": stored}.items():
-        gain = f"{trial.ms:.1f} ms per token, {plain.ms / trial.ms:.2f}× {plain.mode.label} without a draft"
-        other = "" if trial.mode == plain.mode else "; fewer bits write other texts"
-        if name == "command" or trial != best(trials):
-            yield Finding("best", name, command(request, trial, chats=chats), "good", f"{gain}{other}")
+    for name, trial in {"command": fastest, "same weights": stored}.items():
+        gain = f"{trial.ms:.1f} ms per token, {plain.ms / trial.ms:.2f}× as fast as {plain.weights} weights"
+        gain += " without a draft" if trial.mode == plain.mode else " without a draft; fewer bits write other texts"
+        if name == "command" or trial is not fastest:
+            yield Finding("best", name, command(request, trial, chats=chats), "good", gain)
 
 
 def command(request: CommandRequest, trial: Trial, *, chats: bool) -> str:

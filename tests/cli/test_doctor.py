@@ -107,10 +107,11 @@ def test_advice(busy: bool, monkeypatch: pytest.MonkeyPatch, called: Any) -> Non
     """Each draft's line, why one does not pay, the fastest command, and the fastest whose texts are the same; a busy
     machine promises nothing. (A gain that was 0.68x a minute later had a check mark.)
     """
-    guesses = Stats(num_draft_tokens=40, num_accepted_draft_tokens=30, num_target_passes=6, draft_seconds=1.4)
+    counts = {"num_draft_tokens": 40, "num_accepted_draft_tokens": 30, "num_target_passes": 6, "draft_seconds": 1.4}
+    floats, eight = (Stats(**counts, settings={"weight_kind": kind}) for kind in ("float32", "int8"))
     lines = [("none", 100.0), ("suffix", 50.0), ("model:d", 110.0), ("suffix+d", 60.0)]
-    trials = [trial(draft, ms, Mode(), guesses) for draft, ms in lines]
-    trials.append(trial("suffix", 20.0, Mode(quantization="int8-weight"), guesses))
+    trials = [trial(draft, ms, Mode(), floats) for draft, ms in lines]
+    trials.append(trial("suffix", 20.0, Mode(quantization="int8-weight"), eight))
     generator = SpecGenerator(tiny("llama", vocab=WIDTH), "suffix", tokenizer=byte_tokenizer())
 
     def run(self: Tuner) -> Any:
@@ -126,12 +127,12 @@ def test_advice(busy: bool, monkeypatch: pytest.MonkeyPatch, called: Any) -> Non
         "✓ suffix           50.0 ms per token, first token 0.50 s; 2.00×\n",
         "· model alone      110.0 ms per token, first token 0.50 s; 0.91×, it does not pay: 75% of 40 guesses were",
         "✓ model and suffix 60.0 ms",
-        "int8-weight\n  ✓ suffix ",
+        "int8 weights\n  ✓ suffix ",
         "· all drafts       not tried: no time",
         "✓ command          specdec generate zoo:python-code --draft suffix --quantization int8-weight -p 'YOUR",
-        "                     → 20.0 ms per token, 5.00× as loaded without a draft; fewer bits write other texts\n",
+        "→ 20.0 ms per token, 5.00× as fast as float32 weights without a draft; fewer bits write other texts\n",
         "✓ same weights     specdec generate zoo:python-code --draft suffix -p 'YOUR PROMPT'\n"
-        "                     → 50.0 ms per token, 2.00× as loaded",
+        "                     → 50.0 ms per token, 2.00× as fast as float32 weights without a draft\n",
     ):
         assert words in out, words
     assert ("measure again on a quiet machine" in out) == busy
