@@ -49,24 +49,13 @@ class BatchTiming(NamedTuple):
 
 def requests(samples: Sequence[Sample]) -> dict[int, BatchTiming]:
     """The requests of one system, by batch."""
-    return {
-        batch: BatchTiming(statistics.median(s.seconds for s in own), statistics.median(s.count for s in own))
-        for batch, own in _repetitions(samples).items()
-    }
-
-
-def typical(samples: Sequence[Sample]) -> list[list[Sample]]:
-    """The repetition of median time of each request, or the two around it."""
-    ordered = [sorted(own, key=lambda s: s.seconds) for own in _repetitions(samples).values()]
-    return [own[(len(own) - 1) // 2 : len(own) // 2 + 1] for own in ordered]
-
-
-def _repetitions(samples: Sequence[Sample]) -> dict[int, list[Sample]]:
-    """The samples of each request, by batch."""
     by_batch: dict[int, list[Sample]] = {}
     for sample in samples:
         by_batch.setdefault(sample.batch, []).append(sample)
-    return by_batch
+    return {
+        batch: BatchTiming(statistics.median(s.seconds for s in repeats), statistics.median(s.count for s in repeats))
+        for batch, repeats in by_batch.items()
+    }
 
 
 def per_token(samples: Sequence[Sample]) -> float:

@@ -6,12 +6,11 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import starmap
-from operator import attrgetter
 from pathlib import Path
-from statistics import mean, median
+from statistics import median
 from typing import Any
 
-from specdec.bench.figures import per_token, percentiles, requests, speedup, typical
+from specdec.bench.figures import per_token, percentiles, requests, speedup
 from specdec.bench.machine import Watch
 from specdec.bench.runner import name_of
 from specdec.bench.samples import Mismatch, Sample, Store
@@ -101,7 +100,7 @@ def _system(store: Store, group: Group, cell: Cell | None, plain: list[Sample]) 
         ],
         "draft_acceptance_rate": stats.draft_acceptance_rate if stats.num_draft_tokens else None,
         "target_passes_per_token": stats.num_target_passes / tokens,
-        "split_ms_per_token": _split(samples),
+        "split_ms_per_token": _split(samples, stats),
         "memory_mib": round(max(memory) / _MIB, 1) if memory else None,
         "exactness": stats.exactness,
         "backend": stats.settings["backend"],
@@ -130,16 +129,11 @@ def _total(samples: Sequence[Sample]) -> Stats:
     return total([s.stats for s in samples])
 
 
-def _split(samples: Sequence[Sample]) -> dict[str, float]:
-    """Milliseconds per new token by part; overhead is all except the other three."""
-    own = typical(samples)
-
-    def whole(name: str) -> float:
-        return sum(mean(map(attrgetter(name), middle)) for middle in own)
-
-    seconds = {name: whole(f"stats.{name}_seconds") for name in ("draft", "verify", "select")}
-    seconds["overhead"] = whole("seconds") - sum(seconds.values())
-    return {name: 1e3 * value / whole("count") for name, value in seconds.items()}
+def _split(samples: Sequence[Sample], stats: Stats) -> dict[str, float]:
+    """Milliseconds per new token by part, over all calls; overhead is all except the other three."""
+    seconds = {name: getattr(stats, f"{name}_seconds") for name in ("draft", "verify", "select")}
+    seconds["overhead"] = sum(sample.seconds for sample in samples) - sum(seconds.values())
+    return {name: 1e3 * value / sum(sample.count for sample in samples) for name, value in seconds.items()}
 
 
 def _categories(plain: Sequence[Sample], samples: Sequence[Sample]) -> dict[str, float]:

@@ -8,7 +8,6 @@ from specdec.bench.figures import (
     percentiles,
     requests,
     speedup,
-    typical,
 )
 from specdec.bench.systems import token_gaps
 from tests.bench.fakes import sample
@@ -20,12 +19,6 @@ def test_a_request_is_its_median() -> None:
     assert requests(runs) == {0: (2.0, 10)}
     assert per_token(runs) == 0.2
     assert per_token([]) == float("inf")
-
-
-def test_repetitions_that_took_the_median_time() -> None:
-    """The one in the middle of every request, or the two around it."""
-    runs = [sample("x", batch=b, seconds=s) for b, s in ((0, 3.0), (0, 1.0), (0, 9.0), (1, 4.0), (1, 2.0))]
-    assert [[run.seconds for run in middle] for middle in typical(runs)] == [[3.0], [2.0, 4.0]]
 
 
 def test_speedup_is_of_all_seconds() -> None:
