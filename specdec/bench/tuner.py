@@ -157,8 +157,8 @@ class Tuner:
     """Measures `drafts` with the target in `mode`, then in further modes as far as the time until `deadline` allows.
 
     The deadline is one of `clock`. Loading counts; compiling does not take place, and code that is there is used. Every
-    draft of a mode answers the same prompts in turn, greedily, for equally many seconds. The first mode and its first
-    prompt are measured however long they take. `report(done, total, doing)` hears of seconds.
+    draft of a mode answers the same prompts in turn, greedily, for equally many seconds. Of the first mode each draft
+    answers the first prompt in a few words, however late it is. `report(done, total, doing)` hears of seconds.
     """
 
     target: str
@@ -231,7 +231,8 @@ class Tuner:
     def _trials(self, mode: Mode, generators: Mapping[str, SpecGenerator], more: int) -> Iterator[Trial]:
         """As many laps over the prompts as fit."""
         calls = prompts_for(generators[NONE], self.prompts)
-        for generator in generators.values():  # first passes are slow
+        late = self.clock() >= self.deadline
+        for generator in () if late else generators.values():  # first passes are slow
             generator.generate("def", do_sample=False, max_new_tokens=_FEW // 2)
         first = self._answer(generators[NONE], calls[0], _FEW, None)
         self._lap = max(first.seconds * len(generators), 1e-9)

@@ -123,6 +123,14 @@ def test_the_time_is_kept(load: float, token: float, tuned: Any) -> None:
     assert {trial.answers for trial in trials} <= {1, 2, 3}
 
 
+def test_a_model_that_loads_for_longer(tuned: Any) -> None:
+    """A few words of each draft are all that is measured then, and the other modes are named."""
+    world = World(load=100.0, read=0.5)
+    events = tuned(world, ["none", "suffix"], 60.0)
+    assert [(type(event), event.mode) for event in events] == [*[(Trial, PLAIN)] * 2, (Skipped, EIGHT), (Skipped, FOUR)]
+    assert world.now == pytest.approx(100.0 + 3 * (0.5 + 7 * 0.1), abs=0.3)
+
+
 def test_a_draft_that_does_not_load(tuned: Any) -> None:
     """It is told once, and the others are measured."""
     events = tuned(World(load=1.0), ["none", "model:broken"], 60.0)
