@@ -31,7 +31,7 @@ _TOKENS = 96  # of an answer, at most
 _FEW = 8  # tokens that say how fast an answer is
 _LARGE = 2**27  # bytes of weights: rounding smaller models gains little and hurts them more
 _ROUNDING = 1.5  # times as long as reading weights takes reading and rounding them
-_EQUAL = 0.97  # of the fastest time: what is nearer is noise, and the simpler draft is better
+_EQUAL = 0.97  # of the fastest time: what is nearer is noise
 _QUESTION = "Why do people in cold countries put salt on roads, and when does it not help? Answer in a few sentences."
 _EDIT = """Rename `values` to `numbers` in this function, and write all of it:
 
@@ -147,9 +147,9 @@ def prompts_for(generator: SpecGenerator, source: str | None) -> list[dict[str, 
 
 
 def best(trials: Sequence[Trial]) -> Trial:
-    """The fastest; the simplest draft of its mode where that is as fast but for noise."""
-    fastest = min(trials, key=lambda trial: trial.ms)
-    return next(one for one in trials if one.mode == fastest.mode and one.ms * _EQUAL <= fastest.ms)
+    """The first that is as fast as the fastest, but for noise: the nearest text, and then the simplest draft."""
+    fastest = min(trial.ms for trial in trials)
+    return next(trial for trial in trials if trial.ms * _EQUAL <= fastest)
 
 
 @dataclass

@@ -183,12 +183,13 @@ def made(ms: float, draft: str = "none", mode: Mode = PLAIN, stats: Stats | None
 
 
 def test_the_simplest_of_equals() -> None:
-    """What is faster by chance brings no model along; what is faster in another mode counts there alone."""
+    """What is faster by chance brings no model along, and no other weights."""
     plain, copies, both = made(100.0), made(50.0, "suffix"), made(49.0, "suffix+d")
     assert best([plain, copies, both]) is copies
     assert best([plain, copies, made(40.0, "suffix+d")]).draft == "suffix+d"
     assert best([plain, made(99.0, "suffix")]) is plain
-    assert best([copies, made(50.5, mode=EIGHT), made(49.0, "suffix", EIGHT)]).mode == EIGHT
+    assert best([copies, made(60.0, mode=EIGHT), made(49.0, "suffix", EIGHT)]) is copies
+    assert best([copies, made(60.0, mode=EIGHT), made(40.0, "suffix", EIGHT)]).mode == EIGHT
 
 
 def test_why_a_draft_does_not_pay() -> None:
