@@ -1,4 +1,4 @@
-"""The benchmark: drafts, modes and schedules measured in turn with plain decoding, compared with it, and reported.
+"""The benchmark: drafts, modes and schedules measured in turn with plain decoding, and compared with it.
 
 | file | what it holds |
 | --- | --- |
@@ -8,15 +8,14 @@
 | `runner.py` | measures plain and assisted decoding in turn; resumes a killed run |
 | `systems.py` | generators by target and draft, and one measured call |
 | `samples.py` | `samples.jsonl`, and differences from plain decoding's texts |
-| `figures.py`, `results.py` | intervals, percentiles, acceptance; `results.json` and the table |
-| `report.py`, `report.html.j2` | plots and the page |
+| `figures.py`, `results.py` | intervals and percentiles; `results.json` and the summary |
 | `duel.py` | plain and assisted decoding of one prompt, timed in turn |
+| `tuner.py` | drafts and weights tried within a number of seconds, for `specdec doctor` |
 | `machine.py` | machine, versions, contention, peak memory |
 """
 
-from specdec.bench.report import write_report
-from specdec.bench.results import backends, exit_state, results
+from specdec.bench.results import backends, exit_state, results, save
 from specdec.bench.runner import run
 from specdec.bench.suite import Suite, read_suite
 
-__all__ = ["Suite", "backends", "exit_state", "read_suite", "results", "run", "write_report"]
+__all__ = ["Suite", "backends", "exit_state", "read_suite", "results", "run", "save"]

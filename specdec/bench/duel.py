@@ -1,4 +1,4 @@
-"""One prompt continued with and without the draft, in turn: times and texts, for `specdec demo` and `doctor`."""
+"""One prompt continued with and without the draft, in turn: times and texts, for `specdec demo`."""
 
 from __future__ import annotations
 

@@ -1,17 +1,16 @@
-"""From samples to `results.json` and a table: the figures of every system, and a summary in sentences."""
+"""From samples to `results.json`: the figures of every system, and a summary in sentences."""
 
 from __future__ import annotations
 
-import csv
-import io
+import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import starmap
-from operator import attrgetter
-from statistics import mean, median
+from pathlib import Path
+from statistics import median
 from typing import Any
 
-from specdec.bench.figures import acceptance_by_position, per_token, percentiles, predict, requests, speedup, typical
+from specdec.bench.figures import per_token, percentiles, requests, speedup
 from specdec.bench.machine import Watch
 from specdec.bench.runner import name_of
 from specdec.bench.samples import Mismatch, Sample, Store
@@ -24,7 +23,7 @@ _LEARNED = 2  # times the first repeat's acceptance length, from which on a draf
 
 
 def results(store: Store) -> Results:
-    """The content of a report, as JSON values."""
+    """The content of `results.json`."""
     suite = store.suite
     groups = [_group(store, group) for group in suite.groups()]
     spins = [sample.spin for sample in store.samples.values()]
@@ -40,6 +39,13 @@ def results(store: Store) -> Results:
         "suite": suite.model_dump(mode="json", exclude_none=True),
     }
     return {**found, "summary": summary(found)}
+
+
+def save(found: Results, folder: Path) -> Path:
+    """Writes `results.json` into the folder; returns its path."""
+    path = folder / "results.json"
+    path.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    return path
 
 
 def exit_state(found: Results) -> str:
@@ -62,7 +68,6 @@ def _group(store: Store, group: Group) -> Results:
         "batch": group.batch,
         "comparable": group.strategy.comparable,
         "systems": [system for system in systems if system is not None],
-        "sweeps": _sweeps(store, group, plain),
     }
 
 
@@ -73,11 +78,9 @@ def _system(store: Store, group: Group, cell: Cell | None, plain: list[Sample]) 
         return None
     tokens, stats = sum(s.count for s in samples), _total(samples)
     faster = speedup(plain, samples) if cell is not None else None
-    chains = cell is not None and cell.is_chain and not group.strategy.searches
-    places = acceptance_by_position(stats) if chains else []
     memory = [s.memory for s in samples if s.memory is not None]
     return {
-        "name": name_of(cell),
+        "name": _shown(cell, stats),
         "draft": None if cell is None else cell.draft,
         "schedule": None if cell is None else cell.drafting.options,
         "requests": len(requests(samples)),
@@ -96,15 +99,20 @@ def _system(store: Store, group: Group, cell: Cell | None, plain: list[Sample]) 
             for repeat in sorted({s.repeat for s in samples})
         ],
         "draft_acceptance_rate": stats.draft_acceptance_rate if stats.num_draft_tokens else None,
-        "acceptance_by_position": [place._asdict() for place in places],
         "target_passes_per_token": stats.num_target_passes / tokens,
-        "split_ms_per_token": _split(samples),
+        "split_ms_per_token": _split(samples, stats),
         "memory_mib": round(max(memory) / _MIB, 1) if memory else None,
         "exactness": stats.exactness,
         "backend": stats.settings["backend"],
         "draft_backend": stats.settings.get("draft_backend"),
         **_sameness(store, group, samples),
     }
+
+
+def _shown(cell: Cell | None, stats: Stats) -> str:
+    """The label of a cell; of a large model that copies besides, with the word for that."""
+    copies, plus, _ = stats.settings.get("draft_kind", "").partition("+")
+    return f"{copies}+{cell.label}" if cell is not None and plus and cell.name.word is None else name_of(cell)
 
 
 def backends(system: Results) -> str:
@@ -121,16 +129,11 @@ def _total(samples: Sequence[Sample]) -> Stats:
     return total([s.stats for s in samples])
 
 
-def _split(samples: Sequence[Sample]) -> dict[str, float]:
-    """Milliseconds per new token by part; overhead is all except the other three."""
-    own = typical(samples)
-
-    def whole(name: str) -> float:
-        return sum(mean(map(attrgetter(name), middle)) for middle in own)
-
-    seconds = {name: whole(f"stats.{name}_seconds") for name in ("draft", "verify", "select")}
-    seconds["overhead"] = whole("seconds") - sum(seconds.values())
-    return {name: 1e3 * value / whole("count") for name, value in seconds.items()}
+def _split(samples: Sequence[Sample], stats: Stats) -> dict[str, float]:
+    """Milliseconds per new token by part, over all calls; overhead is all except the other three."""
+    seconds = {name: getattr(stats, f"{name}_seconds") for name in ("draft", "verify", "select")}
+    seconds["overhead"] = sum(sample.seconds for sample in samples) - sum(seconds.values())
+    return {name: 1e3 * value / sum(sample.count for sample in samples) for name, value in seconds.items()}
 
 
 def _categories(plain: Sequence[Sample], samples: Sequence[Sample]) -> dict[str, float]:
@@ -161,32 +164,6 @@ def _excuse(store: Store, mismatch: Mismatch) -> str | None:
     if exactness == "row-dependent":
         return exactness
     return "near-tie" if mismatch.gap is not None and mismatch.gap <= near_tie and near_tie > 0 else None
-
-
-def _sweeps(store: Store, group: Group, plain: list[Sample]) -> list[Results]:
-    """Each draft with several constant lengths: their speedups, and the prediction from its acceptance."""
-    found = []
-    for draft in dict.fromkeys(cell.draft for cell in group.cells):
-        cells = {
-            k: store.of(group.label, cell.label)
-            for cell in group.cells
-            if cell.draft == draft and cell.drafting.schedule == "constant" and cell.is_chain
-            if (k := cell.drafting.num_assistant_tokens) is not None
-        }
-        measured = {k: s for k, samples in sorted(cells.items()) if (s := speedup(plain, samples))}
-        if len(measured) < 2:
-            continue
-        swept = [s for samples in cells.values() for s in samples]
-        theory = None if group.strategy.searches else predict(_total(plain), _total(swept))
-        found.append(
-            {
-                "draft": draft,
-                "k": list(measured),
-                "measured": [s._asdict() for s in measured.values()],
-                "theory": None if theory is None else theory._asdict(),
-            }
-        )
-    return found
 
 
 def summary(found: Results) -> list[str]:
@@ -251,31 +228,3 @@ def _speed(cells: Sequence[tuple[Results, Results]]) -> list[str]:
 
 def _outcome(group: Results, system: Results) -> str:
     return f"{system['name']} ({group['label']}), {system['speedup']['words']}."
-
-
-_SPEEDUP = {"speedup": "value", "speedup_low": "low", "speedup_high": "high", "state": "state"}
-_COLUMNS = (
-    *("ms_per_token", "tokens_per_second", "mean_acceptance_length", "draft_acceptance_rate"),
-    *("target_passes_per_token", "memory_mib", "exactness", "backend", "draft_backend"),
-    *("compared", "identical"),
-)
-
-
-def as_csv(found: Results) -> str:
-    """One line per system."""
-    lines = []
-    for group in found["groups"]:
-        for system in group["systems"]:
-            line = {name: group[name] for name in ("target", "mode", "strategy", "temperature", "prompts", "batch")}
-            line |= {"system": system["name"], "draft": system["draft"]}
-            line |= {column: (system["speedup"] or {}).get(name) for column, name in _SPEEDUP.items()}
-            line |= {column: system[column] for column in _COLUMNS}
-            for name in ("token_ms", "request_ms", "first_token_ms"):
-                line |= {f"{name}_{p}": value for p, value in (system[name] or {}).items()}
-            line |= {f"{name}_ms_per_token": value for name, value in system["split_ms_per_token"].items()}
-            lines.append(line)
-    out = io.StringIO()
-    writer = csv.DictWriter(out, list(lines[0]) if lines else ["target"], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(lines)
-    return out.getvalue()

@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import LocalEntryNotFoundError
 
 from specdec.bench.imports import digests, line_of
 from specdec.bench.machine import Watch, provenance
@@ -22,6 +19,8 @@ from specdec.bench.suite import PLAIN, Cell, Group, Suite
 from specdec.bench.systems import Systems, measure
 from specdec.errors import OptionError, SpecdecError
 from specdec.generator.generation import Generation
+from specdec.models import check_source
+from specdec.options.load import Loading
 from specdec.options.versions import versions
 
 Notify = Callable[[int, int, str], None]
@@ -154,12 +153,10 @@ def in_words(error: BaseException) -> str:
 def run(suite: Suite, folder: Path, notify: Notify = lambda done, total, doing: None) -> Store:
     """Measures what `folder/samples.jsonl` lacks; calls `notify(done, total, doing)` before every step.
 
-    A system that fails is noted and the others go on. Raises SpecdecError where a library is missing, OptionError for
-    drafts without a place, prompts that cannot be read, and where the folder belongs to another configuration.
+    A system that fails is noted and the others go on. Raises, before anything is loaded, OptionError for names
+    that are nowhere, prompts that cannot be read, and where the folder belongs to another configuration.
     """
-    if missing := [name for name in ("scipy", "matplotlib", "jinja2") if find_spec(name) is None]:
-        raise SpecdecError(f"the benchmark needs {', '.join(missing)}: pip install -e '.[bench]'")
-    check_drafts(suite)
+    check_names(suite)
     prompts = [pick_prompts(p.source, p.count) for p in suite.prompts]
     texts = [[prompt.text for prompt in found] for found in prompts]
     place = {**versions(), "threads": torch.get_num_threads(), "imports": digests(suite.imports)}
@@ -179,24 +176,24 @@ def run(suite: Suite, folder: Path, notify: Notify = lambda done, total, doing: 
     return store
 
 
-def check_drafts(suite: Suite) -> None:
-    """Raises OptionError for a draft that is no word, no folder, and neither an id of the hub nor a model kept of it.
+def check_names(suite: Suite) -> None:
+    """Raises OptionError for a target or draft that names no model, and LoadError where the hub cannot say."""
+    for group in suite.groups():
+        how, _ = Loading.split(group.mode.loading)
+        check_source(group.target, how, "target")
+        for name in dict.fromkeys(cell.name.model for cell in group.cells):
+            if name is not None:
+                _check_draft(name, how.of_draft(group.mode.draft_options))
 
-    Else that would be found once the target is loaded.
-    """
-    models = (cell.name.model for group in suite.groups() for cell in group.cells)
-    for name in dict.fromkeys(model for model in models if model is not None):
-        known = "/" in name or Path(name).exists()
-        way = "pass `specdec bench --import` the module that registers the word, or OWNER/NAME of a model"
-        if not known and ":" not in name:
-            try:
-                known = bool(hf_hub_download(name, "config.json"))
-            except LocalEntryNotFoundError:
-                way = f"the hub cannot be reached; check the network, {way}"
-            except Exception:  # the hub's own
-                pass
-        if not known:
-            raise OptionError.of("drafts", "a registered word, a folder or an id of the hub", name, way)
+
+def _check_draft(name: str, how: Loading) -> None:
+    try:
+        check_source(name, how, "draft")
+    except SpecdecError as error:
+        if "/" in name:
+            raise
+        way_out = f"pass `specdec bench --import` the module that registers the word ({error})"
+        raise OptionError.of("drafts", "a registered word, a folder or an id of the hub", name, way_out) from error
 
 
 def _measure(groups: Sequence[GroupRun], watch: Watch) -> None:

@@ -16,10 +16,9 @@ from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 
 from specdec.bench.imports import import_modules
 from specdec.bench.parts import Count, Drafting, Mode, PromptSet, SuitePart, Target, as_list
-from specdec.core.draft_schedules import SCHEDULES
 from specdec.errors import OptionError
 from specdec.options.drafts import DraftName, read_draft
-from specdec.options.fields import COPYING, DRAFT_WORDS, SAMPLING
+from specdec.options.fields import COPYING, SAMPLING
 from specdec.options.resolve import read_yaml, resolve
 from specdec.proposers import DRAFTS
 
@@ -49,11 +48,6 @@ class StrategyOptions:
         """Whether a draft must not change the text; sampling that looks at q keeps the distribution alone."""
         return not SAMPLING.get(self.options.get("sampling") or "", False)
 
-    @property
-    def searches(self) -> bool:
-        """Whether this is a beam search, which drafts trees."""
-        return (self.options.get("num_beams") or 1) > 1
-
 
 @dataclass(frozen=True)
 class Cell:
@@ -70,15 +64,6 @@ class Cell:
     def name(self) -> DraftName:
         """What the draft's spelling names."""
         return read_draft(self.draft, "drafts", DRAFTS)
-
-    @property
-    def is_chain(self) -> bool:
-        """Whether the draft is known to propose chains; without a number of branches, a caller's own may make trees."""
-        branches, word = self.drafting.num_assistant_branches, self.name.word if self.name.model is None else None
-        if branches == 1 or (word is not None and not getattr(DRAFTS[word], "guesses_trees", False)):
-            return True
-        is_own = word is not None and word not in DRAFT_WORDS
-        return branches is None and not is_own and not SCHEDULES[self.drafting.schedule].grows_trees
 
 
 @dataclass(frozen=True)

@@ -21,17 +21,18 @@ from specdec.options.load import Loading
 class Systems:
     """A target, loaded by a mode, and the generators of its cells.
 
-    Each cell has its own generator, since a schedule learns costs.
+    Each cell has its own generator, since a schedule learns costs. With `compiles`, calls run on compiled passes.
+    `models`: draft models that are loaded already, by name.
     """
 
-    def __init__(self, target: str, mode: Mode) -> None:
+    def __init__(self, target: str, mode: Mode, *, compiles: bool = True, models: dict[str, Any] | None = None) -> None:
         how = mode.loading
         self.plain = SpecGenerator.from_pretrained(bundled_models.locate(target, "target"), prefix_cache=False, **how)
-        self.plain.compile()
-        self.plain.wait_until_compiled()  # programs run on those passes after their first minute
+        self._compiles = compiles
+        self._compile(self.plain)
         self._memory = MemoryWish.read(mode.memory)
         self._how, self._draft_options = Loading.split(how)[0], mode.draft_options
-        self._models: dict[str, Any] = {}
+        self._models, self._heads = {} if models is None else models, dict[str, Any]()
         self._cells: dict[tuple[str, Cell], SpecGenerator] = {}
 
     def generator(self, group: str, cell: Cell | None) -> SpecGenerator:
@@ -40,10 +41,15 @@ class Systems:
             return self.plain
         key = (group, cell)
         if key not in self._cells:
-            made = self._cells[key] = self._assisted(cell)
-            made.compile()
-            made.wait_until_compiled()
+            self._compile(made := self._assisted(cell))
+            self._cells[key] = made
         return self._cells[key]
+
+    def _compile(self, generator: SpecGenerator) -> None:
+        """Waits for compiled passes, on which programs run after their first minute."""
+        if self._compiles:
+            generator.compile()
+            generator.wait_until_compiled()
 
     def reopen(self, group: str, cell: Cell | None) -> None:
         """Opens a registered draft of the caller's own anew, so that it has not seen the requests before.
@@ -70,11 +76,12 @@ class Systems:
     def _model(self, name: str) -> Any:
         """A draft model or head, which its cells share."""
         if name not in self._models:
-            draft = loaded(name, self._how.of_draft(self._draft_options))
-            if isinstance(draft, HeadAt):
-                draft = Drafts(self.plain.target).make(draft, self.plain.tokenizer)
-            self._models[name] = draft
-        return self._models[name]
+            self._models[name] = loaded(name, self._how.of_draft(self._draft_options))
+        if not isinstance(draft := self._models[name], HeadAt):
+            return draft
+        if name not in self._heads:
+            self._heads[name] = Drafts(self.plain.target).make(draft, self.plain.tokenizer)
+        return self._heads[name]
 
 
 def measure(generator: SpecGenerator, call: Mapping[str, Any]) -> tuple[Generation, dict[str, Any]]:

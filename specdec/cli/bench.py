@@ -65,17 +65,17 @@ def bench(
     near_tie: float | None = Option(
         None, min=0, help="Accept texts that differ where the two best logits are at most this far apart."
     ),
-    out: Path | None = Option(None, help="Folder for samples and report; bench-NAME by default."),
+    out: Path | None = Option(None, help="Folder for samples and results; bench-NAME by default."),
     restart: bool = Option(False, "--restart", help="Discard the samples in the folder."),
 ) -> int:
-    """Compare drafts with plain decoding. Speeds and texts are compared, and a report is written.
+    """Compare drafts with plain decoding, in speed and in text.
 
     After Ctrl-C or a kill, the same command resumes. Exit code 3: a text differs from that of plain decoding, and
     neither --near-tie nor a row-dependent target excuses it.
     """
     keys = suite_keys(ctx.params)
     with loading("reading the suite"):
-        from specdec.bench import exit_state, read_suite, results, run, write_report
+        from specdec.bench import exit_state, read_suite, results, run, save
 
         suite = read_suite(keys)
     folder = out or Path(f"bench-{suite.name}")
@@ -90,7 +90,7 @@ def bench(
         say(f"run the same command{without} to resume; the samples so far are in {folder}")
         raise
     write(Console(), "".join(f"{line}\n" for line in lines(found)))
-    say(f"report: {write_report(found, folder)}")
+    say(f"all figures: {save(found, folder)}")
     report_errors(found)
     return {"mismatch": MISMATCH, "failed": FAILED}.get(exit_state(found), OK)
 

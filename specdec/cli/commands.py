@@ -173,7 +173,8 @@ def generate(
 ) -> int:
     """Continue a prompt, or answer it (--chat). The text is the same with and without a draft."""
     request = read_request(ctx.params)
-    text, expected = read_prompt(prompt), read_prediction(prediction, request.draft)
+    text = read_prompt(prompt)
+    expected, request = read_prediction(prediction, request)
     asked = with_images(text, image or [])
     generator = load_with_spinner(request)
     live = stream and not json_ and request.options.get("num_return_sequences", 1) == 1

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
-from statistics import median
+from shlex import join
 from time import perf_counter as clock
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,14 +20,14 @@ from rich.style import Style
 from typer import Option
 
 from specdec.cli import flags
-from specdec.cli.request import load_with_spinner, read_request
+from specdec.cli.request import CommandRequest, read_request
 from specdec.cli.show import PROMPT, write, write_json
-from specdec.cli.terminal import FAILED, OK, loading
-from specdec.errors import SpecdecError
+from specdec.cli.terminal import FAILED, OK, Bar, loading
+from specdec.options.drafts import read_draft
+from specdec.options.load import Loading
 
 if TYPE_CHECKING:
-    from specdec.bench.duel import Duel
-    from specdec.bench.machine import Watch
+    from specdec.bench.tuner import Trial
     from specdec.generator.generator import SpecGenerator
     from specdec.models import LanguageModel
 
@@ -34,7 +35,6 @@ State = Literal["good", "note", "bad"]
 _DISTRIBUTION = "specdec-runtime"
 _EXTRAS = {
     "audio": "recordings in any format",
-    "bench": "reports with plots",
     "gguf": "GGUF files",
     "harness": "lm-evaluation-harness",
     "parquet": "Parquet input of specdec batch",
@@ -43,12 +43,9 @@ _EXTRAS = {
     "structured": "answers in a form: JSON schemas, expressions, grammars",
 }
 """Extras of the package, and what they add."""
-_SECONDS = 10.0
-_TOKENS = (8, 96)  # least and most new tokens of an estimate's texts
-_LEAST = 3  # prompts of an estimate
-_TEXTS = 4 * _LEAST  # two plain and two assisted ones per prompt, warm-ups aside
-_FASTER = "specdec bench measures with intervals, and compares schedules: --schedule NAME, repeatable"
-_SLOWER = "--draft suffix for text that copies, or a smaller draft; specdec bench compares drafts"
+_SECONDS = 60.0  # for a whole examination
+_GAIN = 1.02  # from which on a draft pays
+_FIGURES = ("weights", "draft", "ms", "speedup", "first_token", "answers", "different")
 _BUSY = "measure again on a quiet machine: other programs use its cores"
 _MARKS = {"good": ("✓", Style(color="green")), "note": ("·", PROMPT), "bad": ("✗", Style(color="red", bold=True))}
 _WIDTH = 16  # columns of a name
@@ -56,13 +53,16 @@ _WIDTH = 16  # columns of a name
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the examination: the part of a section, its state in words, and the remedy where it is not good."""
+    """One line of the examination: the part of a section, its state in words, and the remedy where it is not good; what
+    was measured has `figures`.
+    """
 
     section: str
     name: str
     text: str
     state: State = "good"
     remedy: str | None = None
+    figures: Mapping[str, Any] | None = None
 
 
 def machine() -> Iterator[Finding]:
@@ -189,10 +189,11 @@ def _backend(role: str, model: LanguageModel) -> Finding:
 
 def _fit(generator: SpecGenerator) -> Finding:
     """How the draft's guesses reach the target; a pair that does not fit fails to load."""
-    from specdec.proposers import ModelDraft, TextBridge
+    from specdec.proposers import HybridDraft, ModelDraft, TextBridge
 
     draft, target = generator.draft, generator.target
     assert draft is not None
+    draft = draft.model if isinstance(draft, HybridDraft) else draft
     if not draft.models:
         return Finding("models", "fit", f"{draft!r} reads the text alone and fits any target")
     if isinstance(draft, ModelDraft):
@@ -205,60 +206,95 @@ def _fit(generator: SpecGenerator) -> Finding:
     return Finding("models", "fit", "guesses are checked as they are")
 
 
-def estimate(generator: SpecGenerator, texts: Sequence[str], *, seconds: float = _SECONDS) -> Iterator[Finding]:
-    """Decodes `texts` or held-out code for about `seconds`, plain and assisted in turn, greedily."""
-    from specdec.bench.duel import prompts
-    from specdec.bench.machine import Watch, waiting_threads
-    from specdec.generator.generator import SpecGenerator
+def tune(request: CommandRequest, prompts: str | None, deadline: float) -> Iterator[Finding]:
+    """Tries the target with its drafts, then in fewer bits, until the deadline; the best command, and why."""
+    from specdec.bench.machine import waiting_threads
+    from specdec.bench.parts import Mode
+    from specdec.bench.tuner import Skipped, Trial, Tuner, drafts_to_try
 
-    if generator.draft is None:
-        return
-    if generator.tokenizer is None or generator.target.model.main_input_name != "input_ids":
-        yield Finding(
-            "estimate", "speed", "measured for models that read text alone: see specdec transcribe --stats", "note"
-        )
-        return
-    plain = SpecGenerator(generator.target, tokenizer=generator.tokenizer, prefix_cache=False)
-    watch = Watch()
-    runs = list(_duels(generator, plain, texts or prompts(), seconds, watch))
-    speedup = median(one.speedup for one in runs)
-    slow, fast = (median(rates) for rates in zip(*((one.plain_rate, one.assisted_rate) for one in runs), strict=True))
-    length = median(one.assisted.stats.mean_acceptance_length for one in runs if one.assisted.stats is not None)
-    words = f"{speedup:.2f}x: {slow:.0f} tokens/s plain, {fast:.0f} with the draft, {length:.2f} tokens per round"
-    code = "prompt(s) of held-out code (-p 'YOUR PROMPT' measures your own)"
-    source = f"{len(runs)} {'of your prompts' if texts else code}, greedy"
-    pays = speedup > 1.02 and length > 1.05  # without accepted tokens a gain is chance
-    busy = watch.busy or waiting_threads() is not None
-    remedy = _BUSY if busy else _FASTER if pays else _SLOWER
-    yield Finding("estimate", "speed", f"{words}; {source}", "good" if pays and not busy else "note", remedy)
-    yield _compared(generator.target, runs)
-    yield Finding("estimate", "machine", watch.verdict(), "note")
+    bar, trials = Bar(), list[Trial]()
+    drafts = drafts_to_try(request.draft or "none")
+    tuner = Tuner(request.target, drafts, Mode(**request.loading), deadline, prompts, bar)
+    events = tuner.run()
+    while True:
+        with bar:
+            event = next(events, None)
+        match event:
+            case None:
+                break
+            case Skipped(mode, why, failed):
+                state: State = "bad" if failed else "note"
+                yield Finding("models" if failed else mode.label, "loading" if failed else "all drafts", why, state)
+            case Trial():
+                trials.append(event)
+                yield _trial(event)
+            case generator:
+                yield from check_models(generator)
+                if generator.tokenizer is None or generator.target.model.main_input_name != "input_ids":
+                    words = "measured for models that read text alone: see specdec transcribe --stats"
+                    yield Finding("models", "speed", words, "note")
+                    return
+                chats, exactness = bool(generator.tokenizer.chat_template), generator.target.exactness
+                del generator, event  # its memory is needed for other modes
+    if trials:
+        yield from _advice(request, trials, chats=chats)
+        yield _compared(trials, exactness)
+        busy = tuner.watch.busy or waiting_threads() is not None
+        yield Finding("best", "machine", tuner.watch.verdict(), "note", _BUSY if busy else None)
 
 
-def _compared(target: LanguageModel, runs: Sequence[Duel]) -> Finding:
-    different = f"{sum(one.difference is not None for one in runs)} of {len(runs)}"
-    if all(one.difference is None for one in runs):
-        return Finding("estimate", "texts", "the same with the draft and without")
-    if target.exactness in ("exact", "strict"):
-        return Finding("estimate", "texts", f"{different} differ, which is a bug", "bad", "please report it")
+def _trial(trial: Trial) -> Finding:
+    """A draft's line in the table of its mode."""
+    first = f"{trial.ms:.1f} ms per token, first token {trial.first_token:.2f} s"
+    words = f"{first}; {trial.speedup:.2f}×" if trial.draft != "none" else first
+    pays = trial.speedup >= _GAIN
+    if trial.draft != "none" and not pays:
+        words += f", it does not pay: {trial.reason}"
+    figures = {name: getattr(trial, name) for name in _FIGURES}
+    return Finding(f"{trial.weights} weights", _label(trial.draft), words, "good" if pays else "note", figures=figures)
+
+
+def _label(draft: str) -> str:
+    """The spelling of a draft; a model without its name, which may be long."""
+    name = read_draft(draft)
+    if name.model is not None:
+        return f"model and {name.word}" if name.copies else "model alone"
+    return "no draft" if name.word is None else draft
+
+
+def _advice(request: CommandRequest, trials: Sequence[Trial], *, chats: bool) -> Iterator[Finding]:
+    """The fastest command, and the fastest for the weights as they were named, where fewer bits are faster still."""
+    from specdec.bench.tuner import best
+
+    plain, fastest = trials[0], best(trials)
+    stored = best([trial for trial in trials if trial.mode == plain.mode])
+    for name, trial in {"command": fastest, "same weights": stored}.items():
+        gain = f"{trial.ms:.1f} ms per token, {plain.ms / trial.ms:.2f}× as fast as {plain.weights} weights"
+        gain += " without a draft" if trial.mode == plain.mode else " without a draft; fewer bits write other texts"
+        if name == "command" or trial is not fastest:
+            yield Finding("best", name, command(request, trial, chats=chats), "good", gain)
+
+
+def command(request: CommandRequest, trial: Trial, *, chats: bool) -> str:
+    """The command that runs what was tried; the same flags are those of chat, generate and serve."""
+    loading = trial.mode.model_dump(exclude_defaults=True)
+    loading |= {f"draft_{name}": value for name, value in loading.pop("draft_options", {}).items()}
+    words = ["specdec", "chat" if chats else "generate", request.target, "--draft", trial.draft]
+    for name, value in loading.items():
+        words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+    return join(words if chats else [*words, "-p", "YOUR PROMPT"])
+
+
+def _compared(trials: Sequence[Trial], exactness: str) -> Finding:
+    """Whether drafts left texts as they were."""
+    different, answers = (sum(getattr(trial, name) for trial in trials) for name in ("different", "answers"))
+    if not different:
+        return Finding("best", "texts", "the same with the drafts and without")
+    words = f"{different} of {answers} part"
+    if exactness in ("exact", "strict"):
+        return Finding("best", "texts", f"{words}, which is a bug", "bad", "please report it")
     remedy = "--exactness strict, or --dtype float32, makes them the same"
-    return Finding("estimate", "texts", f"{different} part at a near-tie", "note", remedy)
-
-
-def _duels(
-    assisted: SpecGenerator, plain: SpecGenerator, texts: Sequence[str], seconds: float, watch: Watch
-) -> Iterator[Duel]:
-    """Runs of one prompt after another; texts are so long that a few fit into `seconds`."""
-    from specdec.bench.duel import WARM_UP, duel
-
-    options: dict[str, Any] = {"eos_token_id": []}
-    first = plain.generate(texts[0], max_new_tokens=WARM_UP, **options)
-    began, rate = clock(), first.stats.tokens_per_second if first.stats is not None else 1.0
-    tokens = int(min(max(rate * seconds / _TEXTS, _TOKENS[0]), _TOKENS[1]))
-    for number, text in enumerate(texts):
-        if number and clock() - began > seconds * (1 - 1 / _LEAST):
-            break
-        yield duel(assisted, plain, text, watch=watch, repeats=2, max_new_tokens=tokens, **options)
+    return Finding("best", "texts", f"{words} at a near-tie", "note", remedy)
 
 
 @flags.takes(
@@ -267,21 +303,22 @@ def _duels(
 def doctor(
     ctx: typer.Context,
     target: str | None = flags.target("Model to examine: hub id, folder, GGUF file, or zoo:NAME."),
-    prompt: list[str] | None = Option(
-        None, "--prompt", "-p", help="Prompt of the estimate; repeatable; code by default."
+    prompts: str | None = Option(
+        None, help="Your prompts: a text file or JSON lines, as for specdec bench; by default three kinds of text."
     ),
-    seconds: float = Option(_SECONDS, min=0.1, help="Approximate duration of the estimate."),
+    seconds: float = Option(_SECONDS, min=0.1, help="Time for all of it, loading included."),
     *,
     json_: bool,
 ) -> int:
     """Examine the machine, the installation and a pair of models.
 
-    Prints install commands for missing parts, and estimates the pair's speedup.
+    Prints install commands for missing parts. Tries TARGET without a draft, with copies of the text, with the draft
+    model and with both, as it is and in fewer bits, and prints the fastest command.
 
     Exit code 1: something is wrong; see the line with ✗.
     """
     found: list[Finding] = []
-    for finding in _examine(ctx.params):
+    for finding in _examine(ctx.params, clock() + seconds):
         if not json_:
             _show(finding, headed=not found or found[-1].section != finding.section)
         found.append(finding)
@@ -290,23 +327,31 @@ def doctor(
     return FAILED if any(finding.state == "bad" for finding in found) else OK
 
 
-def _examine(params: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yields findings one by one, with a spinner before each section."""
+def _examine(params: Mapping[str, Any], deadline: float) -> Iterator[Finding]:
+    """Yields findings one by one; checks all names before anything takes time."""
+    request = None if params["target"] is None else read_request(params)
     with loading("looking at the machine"):
+        if request is not None:
+            _check_names(request, params["prompts"])
         here = [*machine(), *installation()]
     yield from here
-    if params["target"] is None:
-        return
-    request = read_request(params)
-    try:
-        generator: SpecGenerator = load_with_spinner(request, prefix_cache=False)  # every measured run reads its prompt
-    except SpecdecError as error:
-        yield Finding("models", "loading", " ".join(str(error).split()), "bad")
-        return
-    yield from check_models(generator)
-    with loading(f"decoding for {params['seconds']:.0f} seconds"):
-        measured = list(estimate(generator, params["prompt"] or (), seconds=params["seconds"]))
-    yield from measured
+    if request is not None:
+        os.environ.setdefault("SPECDEC_COMPILE_AFTER", "inf")  # compiling would disturb the measurement
+        yield from tune(request, params["prompts"], deadline)
+
+
+def _check_names(request: CommandRequest, prompts: str | None) -> None:
+    """Raises OptionError for models and prompts that are nowhere."""
+    from specdec.bench.prompts import pick_prompts
+    from specdec.models import check_source
+
+    how = dict(request.loading)
+    draft, loading = how.pop("draft_options", None), Loading.split(how)[0]
+    check_source(request.target, loading, "target")
+    if (model := read_draft(request.draft or "none").model) is not None:
+        check_source(model, loading.of_draft(draft), "draft")
+    if prompts is not None:
+        pick_prompts(prompts, 1)
 
 
 def _show(finding: Finding, *, headed: bool) -> None:

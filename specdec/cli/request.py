@@ -6,7 +6,7 @@ import json
 import secrets
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -261,19 +261,25 @@ def with_images(text: str, files: Sequence[str]) -> Any:
     return [*({"type": "image", "image": open_picture(Path(file))} for file in files), {"type": "text", "text": text}]
 
 
-def read_prediction(file: str | None, draft: str | None) -> str | None:
-    """The text of the file of --prediction; raises OptionError where the draft cannot use it."""
+def read_prediction(file: str | None, request: CommandRequest) -> tuple[str | None, CommandRequest]:
+    """The text of the file of --prediction, and a request whose draft model copies from it besides.
+
+    Raises OptionError where the draft copies nothing.
+    """
     if file is None:
-        return None
-    if draft is None or not read_draft(draft).copies:
+        return None, request
+    spelling = read_draft(request.draft or "none")
+    if spelling.model is not None and spelling.word is None:
+        request = replace(request, draft=f"{COPYING[0]}+{request.draft}")
+    elif not spelling.copies:
         raise OptionError(
-            f"--prediction is for drafts that copy, and the draft is {draft}: pass --draft {COPYING[0]} or "
+            f"--prediction is for drafts that copy, and the draft is {request.draft}: pass --draft {COPYING[0]} or "
             f"{COPYING[0]}+MODEL"
         )
     text = read_text(file)
     if not text:
         raise OptionError(f"--prediction: {file} is empty: leave it out")
-    return text
+    return text, request
 
 
 def files_among(names: Sequence[str], endings: Sequence[str]) -> list[str]:

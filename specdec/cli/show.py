@@ -116,8 +116,9 @@ def stats_fields(stats: Stats) -> dict[str, Any]:
     names = (
         *("num_new_tokens", "num_target_passes", "num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens"),
         *("mean_acceptance_length", "draft_acceptance_rate", "acceptance_histogram", "target_passes_per_token"),
-        *("tokens_per_second", "seconds", "draft_seconds", "verify_seconds", "select_seconds"),
-        *("other_seconds", "per_step_drafted", "per_step_accepted", "exactness"),
+        *("first_token_seconds", "loading_seconds", "tokens_per_second", "seconds"),
+        *("draft_seconds", "verify_seconds", "select_seconds", "other_seconds"),
+        *("per_step_drafted", "per_step_accepted", "exactness"),
     )
     return {name: getattr(stats, name) for name in names}
 

@@ -302,6 +302,11 @@ class Draft(ABC):
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
 
+    @property
+    def kind(self) -> str:
+        """What drafts, in a word."""
+        return type(self).__name__.removesuffix("Draft").lower()
+
     @classmethod
     def of(cls, target: Any, argument: str | None, name: str = "draft") -> Draft:
         """The draft that a word in `specdec.proposers.DRAFTS` stands for, the caller's `name` for which is in errors.

@@ -26,10 +26,11 @@ class Stats:
     the new tokens of every returned text, and `finish_reasons` say why it ended. `per_row` has one entry per sequence
     (a search is one, a ranked sample too), whose passes are those after which it had new tokens. `cached_prompt_tokens`
     were read in an earlier call or for another sequence. Seconds are those of rounds, which sequences of other calls
-    may have shared. `saved_seconds`: what rounds with a draft saved beside rounds without one, below 0 where the draft
-    took more; 0 where no schedule measured both. `exactness` compares the text with that of the same call without a
-    draft: "strict" and "exact": equal; "rounding": equal but for near-ties in half precision; "row-dependent": it may
-    differ, since layers of the target look at all tokens of a pass.
+    may have shared; `first_token_seconds` end with the first new token, and `loading_seconds`, 0 for a caller's own
+    models, were before the call. `saved_seconds`: what rounds with a draft saved beside rounds without one, below 0
+    where the draft took more; 0 where no schedule measured both. `exactness` compares the text with that of the same
+    call without a draft: "strict" and "exact": equal; "rounding": equal but for near-ties in half precision; "row-
+    dependent": it may differ, since layers of the target look at all tokens of a pass.
     """
 
     num_new_tokens: int = 0
@@ -45,6 +46,8 @@ class Stats:
     verify_seconds: float = 0.0
     select_seconds: float = 0.0
     saved_seconds: float = 0.0
+    first_token_seconds: float = 0.0
+    loading_seconds: float = 0.0
     finish_reasons: Sequence[str] = ()
     lengths: Sequence[int] = ()
     per_row: Sequence[Stats] = field(default=(), repr=False)
@@ -102,10 +105,12 @@ class Stats:
             ("acceptance histogram", "", " ".join(map(str, self.acceptance_histogram))),
             ("saved time", f"{self.saved_seconds:.3f} s", self.draft_advice),
         )
+        first = [("first token", f"{self.first_token_seconds:.2f} s", f"models loaded in {self.loading_seconds:.1f} s")]
         parts = {name: getattr(self, f"{name}_seconds") for name in ("draft", "verify", "select", "other")}
         return [
             ("new tokens", str(self.num_new_tokens), ""),
             ("ended by", "", ", ".join(self.finish_reasons)),
+            *(first if self.first_token_seconds else ()),
             ("tokens per second", f"{self.tokens_per_second:.1f}", f"in {self.seconds:.2f} s"),
             ("target passes", str(self.num_target_passes), f"{self.target_passes_per_token:.2f} per token"),
             *(speculative if self.num_spec_steps else ()),
@@ -123,11 +128,14 @@ class Stats:
 
 
 def total(parts: Sequence[Stats]) -> Stats:
-    """The statistics of several calls of one generator: sums of counts and seconds, rows one after the other."""
+    """The statistics of several calls of one generator: sums of counts and seconds, rows one after the other, and
+    the first token of the first call."""
     joined: dict[str, Any] = {}
     for one in fields(Stats) if parts else ():
         values = [getattr(part, one.name) for part in parts]
-        if isinstance(one.default, tuple):
+        if one.name in ("first_token_seconds", "loading_seconds"):
+            joined[one.name] = values[0]
+        elif isinstance(one.default, tuple):
             joined[one.name] = tuple(item for value in values for item in value)
         elif isinstance(one.default, int | float):
             joined[one.name] = sum(values)

@@ -201,6 +201,8 @@ class Engine:
             request.passes += len({number for one in own for number in one.out.passes})
             seqs = [found[one.seq.id] for one in own if one.states]
             request.rounds.append(replace(round_, seqs=seqs))
+            if not request.first_token and any(seq.steps for seq in seqs):
+                request.first_token = perf_counter()
         decided = [one.seq for one in outcomes if one.states and self._requests[one.seq.id].draft is not None]
         for pacing, group in grouped(decided, lambda seq: self._requests[seq.id].pacing):
             with self._guard(group):

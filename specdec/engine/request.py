@@ -32,8 +32,9 @@ class Request:
     `output_attentions` keep those of all layers, `last_hidden` the last layer's hidden states; prompts are then read in
     one pass. `frames`: positions of the encoder's output, 0 without one.
 
-    `rounds`: those that the caller has not taken yet. `error`: what ended the request early. `done`: nothing more will
-    come. `passes` counts target passes in which any of its sequences took part.
+    `rounds`: those that the caller has not taken yet. `first_token`: when it came, by `perf_counter`; 0 before.
+    `error`: what ended the request early. `done`: nothing more will come. `passes` counts target passes in which any of
+    its sequences took part.
     """
 
     seqs: list[RunningSequence]
@@ -47,6 +48,7 @@ class Request:
     frames: int = 0
     encoding: Encoding | None = None
     rounds: deque[Round] = field(default_factory=deque)
+    first_token: float = 0.0
     error: BaseException | None = None
     done: bool = False
     passes: int = 0

@@ -229,7 +229,10 @@ class Job:
         call = self.call
         draft, schedule = call.draft, type(call.pacing.schedule).__name__.lower()
         settings = {"strategy": call.seqs[0].strategy.name, "schedule": "none" if draft is None else schedule}
-        for name, models in (("", [call.target]), ("draft_", () if draft is None else draft.models)):
+        draft_models = () if draft is None else draft.models
+        if draft is not None:
+            settings["draft_kind"] = draft.kind
+        for name, models in (("", [call.target]), ("draft_", draft_models)):
             for part in ("backend", "weight_kind"):
                 if values := ", ".join(dict.fromkeys(getattr(model, part) for model in models)):
                     settings[name + part] = values
@@ -237,6 +240,8 @@ class Job:
             total(per_row),
             num_target_passes=call.request.passes,
             seconds=seconds,
+            first_token_seconds=max(call.request.first_token - self._began, 0.0),
+            loading_seconds=sum(model.loading_seconds for model in (call.target, *draft_models)),
             finish_reasons=tuple(reasons),
             lengths=list(map(len, new)),
             per_row=per_row,

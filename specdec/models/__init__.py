@@ -10,7 +10,7 @@ from specdec.models.cache.buffers import free_bytes, prefix_bytes
 from specdec.models.encoding import EncoderOutput, Encoding
 from specdec.models.hf.model_state import plain_modes
 from specdec.models.language_model import LanguageModel
-from specdec.models.loading.load import load_model, unwrapped
+from specdec.models.loading.load import check_source, load_model, unwrapped
 from specdec.models.pictures import NAMES as PICTURES
 from specdec.models.pictures import needs_eyes, place_tokens, read_pictures, sees_alike
 from specdec.models.protocols import Session
@@ -21,6 +21,7 @@ __all__ = [
     "Encoding",
     "LanguageModel",
     "Session",
+    "check_source",
     "compiled_code",
     "compiler_is_running",
     "free_bytes",

@@ -73,6 +73,8 @@ class LanguageModel:
     that continues text at a mask token, and for an impossible backend or exactness.
     """
 
+    loading_seconds = 0.0
+    """How long it took to load, if specdec loaded it."""
     unread: Callable[[], Mapping[str, nn.Module]] | None = None
     """Loads the modules that read pictures, by name, where they were left out (`see`)."""
     recut: Callable[[], LanguageModel] | None = None

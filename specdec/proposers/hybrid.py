@@ -58,6 +58,10 @@ class HybridDraft(WrappedDraft):
     def __repr__(self) -> str:
         return f"HybridDraft({self.text!r}, {self.model!r})"
 
+    @property
+    def kind(self) -> str:
+        return f"{self.text.kind}+{self.model.kind}"
+
     def start(self, vocab_size: int) -> HybridProposer:
         """A proposer without sequences; all proposers share the estimates for the model draft."""
         return HybridProposer(self.text.start(vocab_size), self.model.start(vocab_size), self.text.source, self.odds)

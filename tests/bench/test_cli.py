@@ -1,5 +1,6 @@
 """`specdec bench`: flags, files, exit codes, and where output goes."""
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -48,13 +49,15 @@ def test_a_draft_of_ones_own(
 
 
 def test_bench(arguments: list[str], tmp_path: Path, called: Any) -> None:
-    """The outcome in words on stdout, the report in the folder, and the same again from its samples."""
+    """The outcome in words on stdout, all figures in the folder, and the same again from its samples."""
     arguments += ["--schedule", "constant"]  # which drafts however slow the machine is
     out, err = called(*arguments)
     assert re.search(r"suffix, constant +\d+\.\d\d ms per token  eager.*  acceptance length \d\.\d\d\n", out)
     assert "2 of 2 assisted texts are identical" in out
-    assert err == f"report: {tmp_path / 'out' / 'report.html'}\n"
-    assert {path.name for path in (tmp_path / "out").iterdir()} >= {"samples.jsonl", "results.json", "results.csv"}
+    assert err == f"all figures: {tmp_path / 'out' / 'results.json'}\n"
+    [group] = json.loads((tmp_path / "out" / "results.json").read_text())["groups"]
+    for system in group["systems"]:
+        assert sum(system["split_ms_per_token"].values()) == pytest.approx(system["ms_per_token"])
     assert called(*arguments).out == out
 
 

@@ -3,18 +3,13 @@
 import pytest
 
 from specdec.bench.figures import (
-    PredictedSpeedup,
     Speedup,
-    acceptance_by_position,
     per_token,
     percentiles,
-    predict,
     requests,
     speedup,
-    typical,
 )
 from specdec.bench.systems import token_gaps
-from specdec.core.stats import Stats
 from tests.bench.fakes import sample
 
 
@@ -24,12 +19,6 @@ def test_a_request_is_its_median() -> None:
     assert requests(runs) == {0: (2.0, 10)}
     assert per_token(runs) == 0.2
     assert per_token([]) == float("inf")
-
-
-def test_repetitions_that_took_the_median_time() -> None:
-    """The one in the middle of every request, or the two around it."""
-    runs = [sample("x", batch=b, seconds=s) for b, s in ((0, 3.0), (0, 1.0), (0, 9.0), (1, 4.0), (1, 2.0))]
-    assert [[run.seconds for run in middle] for middle in typical(runs)] == [[3.0], [2.0, 4.0]]
 
 
 def test_speedup_is_of_all_seconds() -> None:
@@ -57,24 +46,6 @@ def test_percentiles() -> None:
     assert percentiles(list(range(101))) == {"p50": 50.0, "p90": 90.0, "p99": 99.0}
     assert percentiles([1.0, 2.0]) == pytest.approx({"p50": 1.5, "p90": 1.9, "p99": 1.99})
     assert percentiles([]) is None
-
-
-def test_acceptance() -> None:
-    """Three rounds: 3 of 3, 1 of 3 and 0 of 1 accepted."""
-    stats = Stats(per_step_drafted=[3, 3, 1], per_step_accepted=[3, 1, 0])
-    assert acceptance_by_position(stats) == [(3, 3, 2), (2, 2, 1), (2, 1, 1)]
-    assert acceptance_by_position(Stats()) == []
-
-
-def test_prediction() -> None:
-    """Half of the tested tokens accepted, one drafted for a tenth of a pass: (1 + 1/2 + 1/4) / 1.2 for two of them."""
-    assert PredictedSpeedup(0.5, 0.1).speedup(2) == pytest.approx(1.75 / 1.2)
-    assert PredictedSpeedup(1.0, 0.0).speedup(4) == 5
-    plain = Stats(num_target_passes=10, verify_seconds=0.9, select_seconds=0.1)
-    rounds = {"per_step_drafted": [2, 2, 2], "per_step_accepted": [2, 1, 0]}
-    sweep = Stats(num_draft_tokens=6, draft_seconds=0.06, **rounds)
-    assert predict(plain, sweep) == pytest.approx((3 / 5, 0.1))  # 3 of 2 + 2 + 1 tested; 0.01 s a token, 0.1 a pass
-    assert predict(plain, Stats()) is None
 
 
 def test_token_gaps() -> None:

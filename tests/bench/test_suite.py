@@ -10,7 +10,6 @@ import yaml
 from specdec.bench.suite import read_suite
 from specdec.errors import OptionError
 from specdec.options.resolve import read_yaml
-from specdec.proposers import DRAFTS
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs" / "bench").glob("*.yaml"))
@@ -40,27 +39,6 @@ def test_the_matrix() -> None:
     drawn = suite.call(groups[-1].strategy, groups[-1].cells[1])
     assert (drawn["temperature"], drawn["schedule"], drawn["num_assistant_tokens"]) == (0.5, "constant", 2)
     assert groups[-1].mode.loading == {"quantization": "int8"}
-
-
-@pytest.mark.parametrize(
-    ("draft", "schedule", "chain"),
-    [
-        ("m", {"schedule": "cost"}, False),
-        ("m", {"schedule": "cost", "num_assistant_branches": 1}, True),
-        ("m", {"schedule": "heuristic"}, True),
-        ("m", {"schedule": "constant", "num_assistant_branches": 2}, False),
-        ("suffix", {"schedule": "cost"}, True),
-        ("mine", {"schedule": "constant"}, False),
-        ("mine", {"schedule": "constant", "num_assistant_branches": 1}, True),
-    ],
-)
-def test_which_drafts_are_chains(
-    draft: str, schedule: dict[str, Any], chain: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Positions in a draft mean something for these alone. (A caller's draft of trees was one of them.)"""
-    monkeypatch.setitem(DRAFTS, "mine", type("Mine", (), {"guesses_trees": True}))
-    (group,) = read_suite({"targets": "t", "drafts": draft, "schedules": schedule}).groups()
-    assert group.cells[0].is_chain == chain
 
 
 def test_none_is_plain_decoding(tmp_path: Path) -> None:

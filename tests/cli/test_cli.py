@@ -488,10 +488,12 @@ def test_prompt_from_stdin(generate: Any, monkeypatch: pytest.MonkeyPatch) -> No
     assert generate(*NEW, prompt="-") == expected
 
 
-def test_a_prediction_saves_passes(generate: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("spelling", ["suffix", "{}"])
+def test_a_prediction_saves_passes(spelling: str, generate: Any, draft: str, tmp_path: Path) -> None:
+    """With a draft that copies, and with a model, which then copies besides. (A model was refused.)"""
     letters = byte_tokenizer().encode("abcdefghijklmnopqrstuvwxyz")
     others = [i for i in range(WIDTH) if i not in letters]
-    how = ("--json", "--draft", "suffix", "--set", f"suppress_tokens={others}", *NEW)
+    how = ("--json", "--draft", spelling.format(draft), "--set", f"suppress_tokens={others}", *NEW)
     plain = json.loads(generate(*how).out)
     (tmp_path / "expected.txt").write_text(plain["texts"][0])
     helped = json.loads(generate(*how, "--prediction", tmp_path / "expected.txt").out)
@@ -545,6 +547,7 @@ def test_stats_go_to_stderr(generate: Any, monkeypatch: pytest.MonkeyPatch) -> N
     assert out == generate(*NEW).out
     assert "target passes" in err
     assert "schedule constant" in err
+    assert re.search(r"first token +0\.\d\d s +models loaded in \d\.\d s", err)
     assert "busy machine" not in err
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     monkeypatch.setattr("specdec.bench.machine.core_share", lambda: 0.64)

@@ -2,9 +2,9 @@
 
 import json
 import re
+import shlex
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +12,10 @@ import torch
 
 from specdec import SpecGenerator, kernels
 from specdec.bench.machine import waiting_threads
+from specdec.bench.parts import Mode
+from specdec.bench.tuner import Skipped, Trial, Tuner
 from specdec.cli import doctor
+from specdec.cli.request import CommandRequest
 from specdec.core.stats import Stats
 from specdec.kernels import Lack
 from tests.folders import WIDTH, byte_tokenizer
@@ -65,35 +68,92 @@ def test_an_untested_version_is_wrong(monkeypatch: pytest.MonkeyPatch, called: A
         assert words in out
 
 
-def test_a_pair(folders: tuple[str, str], called: Any) -> None:
-    """Backends and why, whether they fit, and an estimate that says when a draft does not pay."""
-    flags = ["--draft", folders[1], "-p", "def f", "--seconds", "0.1", "--json", "--quiet"]
-    findings = json.loads(called("doctor", folders[0], *flags).out)["findings"]
+@pytest.fixture(autouse=True)
+def nothing_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command sets this for its process."""
+    monkeypatch.setenv("SPECDEC_COMPILE_AFTER", "inf")
+
+
+def test_a_pair(folders: tuple[str, str], tmp_path: Path, called: Any) -> None:
+    """Backends and why, whether they fit, what each draft brings, and the command that is the fastest."""
+    target, draft = folders
+    (tmp_path / "mine.txt").write_text("def f")
+    flags = ["--draft", draft, "--prompts", tmp_path / "mine.txt", "--seconds", "0.1", "--json", "--quiet"]
+    flags += ["--draft-quantization", "none", "--trust-remote-code"]
+    findings = json.loads(called("doctor", target, *flags).out)["findings"]
     found = {(one["section"], one["name"]): one for one in findings}
     assert found["models", "target"]["text"].startswith("LlamaForCausalLM, 2 layers, float32")
     assert found["models", "target's backend"]["text"].startswith(("eager: ", "packed: "))
     assert found["models", "fit"]["text"].startswith("one vocabulary of 259 tokens")
-    assert "1 of your prompts, greedy" in found["estimate", "speed"]["text"]
-    assert found["estimate", "texts"]["text"] == "the same with the draft and without"
+    figures = {one["name"]: one["figures"] for one in findings if one["figures"]}
+    assert [*figures] == ["no draft", "suffix", "model alone", "model and suffix"]
+    assert all(one["ms"] > 0 and one["answers"] == 1 and one["different"] == 0 for one in figures.values())
+    best = min(figures.values(), key=lambda one: one["ms"])
+    words = shlex.split(found["best", "command"]["text"])
+    assert words[:4] == ["specdec", "generate", target, "--draft"]
+    assert words[5:] == ["--trust-remote-code", "--draft-quantization", "none", "-p", "YOUR PROMPT"]
+    chosen = next(one for one in figures.values() if one["draft"] == words[4])
+    assert chosen["ms"] * 0.97 <= best["ms"]
+    assert found["best", "texts"]["text"] == "the same with the drafts and without"
+
+
+def trial(draft: str, ms: float, mode: Mode, stats: Stats) -> Trial:
+    plain = Stats(num_target_passes=11, verify_seconds=2.0, first_token_seconds=1.0, finish_reasons=("length",))
+    return Trial(mode, draft, ms, 100.0, 0.5, 3, 0, stats, plain)
 
 
 @pytest.mark.parametrize("busy", [True, False])
-def test_a_busy_machine_promises_nothing(busy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A gain that was 0.68x a minute later had a check mark, and the prompt was code whatever the model."""
+def test_advice(busy: bool, monkeypatch: pytest.MonkeyPatch, called: Any) -> None:
+    """Each draft's line, why one does not pay, the fastest command, and the fastest whose texts are the same; a busy
+    machine promises nothing. (A gain that was 0.68x a minute later had a check mark.)
+    """
+    counts = {"num_draft_tokens": 40, "num_accepted_draft_tokens": 30, "num_target_passes": 6, "draft_seconds": 1.4}
+    floats, eight = (Stats(**counts, settings={"weight_kind": kind}) for kind in ("float32", "int8"))
+    lines = [("none", 100.0), ("suffix", 50.0), ("model:d", 110.0), ("suffix+d", 60.0)]
+    trials = [trial(draft, ms, Mode(), floats) for draft, ms in lines]
+    trials.append(trial("suffix", 20.0, Mode(quantization="int8-weight"), eight))
+    generator = SpecGenerator(tiny("llama", vocab=WIDTH), "suffix", tokenizer=byte_tokenizer())
+
+    def run(self: Tuner) -> Any:
+        self.watch.look()
+        return iter([generator, *trials, Skipped(Mode(quantization="int4-weight"), "not tried: no time")])
+
+    monkeypatch.setattr(Tuner, "run", run)
     monkeypatch.setattr("specdec.bench.machine.waiting_threads", lambda: "they wait" if busy else None)
     monkeypatch.setattr("specdec.bench.machine.Watch.busy", False)
-    monkeypatch.setattr("specdec.bench.duel.prompts", lambda: ["def f():\n"])
-    one = SimpleNamespace(speedup=3.28, plain_rate=1.0, assisted_rate=3.28, difference=None)
-    one.assisted = SimpleNamespace(stats=Stats(num_spec_steps=1, num_accepted_draft_tokens=3))
+    out = called("doctor", "zoo:python-code", "-q").out
+    for words in (
+        "· no draft         100.0 ms per token, first token 0.50 s\n",
+        "✓ suffix           50.0 ms per token, first token 0.50 s; 2.00×\n",
+        "· model alone      110.0 ms per token, first token 0.50 s; 0.91×, it does not pay: 75% of 40 guesses were",
+        "✓ model and suffix 60.0 ms",
+        "int8 weights\n  ✓ suffix ",
+        "· all drafts       not tried: no time",
+        "✓ command          specdec generate zoo:python-code --draft suffix --quantization int8-weight -p 'YOUR",
+        "→ 20.0 ms per token, 5.00× as fast as float32 weights without a draft; fewer bits write other texts\n",
+        "✓ same weights     specdec generate zoo:python-code --draft suffix -p 'YOUR PROMPT'\n"
+        "                     → 50.0 ms per token, 2.00× as fast as float32 weights without a draft\n",
+    ):
+        assert words in out, words
+    assert ("measure again on a quiet machine" in out) == busy
 
-    def duels(*given: Any) -> list[Any]:
-        given[-1].look()
-        return [one]
 
-    monkeypatch.setattr(doctor, "_duels", duels)
-    speed, *_ = doctor.estimate(SpecGenerator(tiny("llama", vocab=WIDTH), "suffix", tokenizer=byte_tokenizer()), ())
-    assert (speed.state, "quiet machine" in (speed.remedy or "")) == ("note" if busy else "good", busy)
-    assert "held-out code (-p" in speed.text
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["./nowhere"], "there is no such folder"),
+        (["TARGET", "--draft", "./nowhere"], "there is no such folder"),
+        (["TARGET", "--draft", "sufix"], "did you mean 'suffix'"),
+        (["TARGET", "--prompts", "nowhere.txt"], "`prompts` must be"),
+    ],
+)
+def test_names_are_checked_first(
+    words: list[str], error: str, folders: tuple[str, str], monkeypatch: pytest.MonkeyPatch, called: Any
+) -> None:
+    """Before the machine is looked at and a model is loaded."""
+    monkeypatch.setattr(doctor, "machine", lambda: pytest.fail("it took time"))
+    words = [folders[0] if word == "TARGET" else word for word in words]
+    assert error in called("doctor", *words, code=2).err
 
 
 def test_a_pair_that_does_not_fit(folders: tuple[str, str], tmp_path: Path, called: Any) -> None:
@@ -103,13 +163,13 @@ def test_a_pair_that_does_not_fit(folders: tuple[str, str], tmp_path: Path, call
     assert re.search(r"✗ loading .*draft='suffix'", out)
 
 
-def test_models_without_a_draft_and_with_words() -> None:
-    """A draft that copies fits any target; without one there is nothing to estimate."""
+def test_models_without_a_draft_and_with_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft that copies fits any target; of a model that hears nothing is measured."""
     model = tiny("llama")
     found = {one.name: one for one in doctor.check_models(SpecGenerator(model, "suffix"))}
     assert found["fit"].text.endswith("reads the text alone and fits any target")
     found = {one.name: one for one in doctor.check_models(SpecGenerator(model))}
     assert found["draft"].state == "note"
-    assert list(doctor.estimate(SpecGenerator(model), ())) == []
-    [only] = doctor.estimate(SpecGenerator(tiny("whisper"), tiny("whisper", seed=1)), ())
-    assert only.text.startswith("measured for models that read text")
+    monkeypatch.setattr(Tuner, "run", lambda _: iter([SpecGenerator(tiny("whisper"), tiny("whisper", seed=1))]))
+    *_, last = doctor.tune(CommandRequest("t", "suffix", {}, {}), None, 0.0)
+    assert last.text.startswith("measured for models that read text")

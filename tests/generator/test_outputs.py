@@ -163,7 +163,9 @@ def test_statistics_add_up() -> None:
     assert stats.target_passes_per_token == stats.num_target_passes / 24
     assert 0 < stats.draft_seconds + stats.verify_seconds + stats.select_seconds < stats.seconds
     parts = {"backend": "eager", "weight_kind": "float32", "draft_backend": "eager", "draft_weight_kind": "float32"}
-    assert stats.settings == {"strategy": "greedy", "schedule": "heuristic", **parts}
+    assert stats.settings == {"strategy": "greedy", "schedule": "heuristic", "draft_kind": "model", **parts}
+    assert 0 < stats.first_token_seconds < stats.seconds - stats.seconds / 12  # not the time of the whole call
+    assert stats.loading_seconds == 0  # the models are the caller's
 
 
 def test_stream_events_make_up_the_text() -> None:

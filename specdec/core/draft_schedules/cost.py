@@ -75,7 +75,6 @@ class Cost:
     plain_tokens: float = 0.0
 
     takes_threshold: ClassVar[bool] = False
-    grows_trees: ClassVar[bool] = True
     learns: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

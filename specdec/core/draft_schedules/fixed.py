@@ -39,12 +39,11 @@ class Schedule(Protocol):
 class NamedSchedule(Schedule, Protocol):
     """A schedule that callers choose by its name in `SCHEDULES`.
 
-    `takes_threshold`: it uses `assistant_confidence_threshold`. `grows_trees`: it may use trees where the options name
-    no branches. `learns`: what it learned goes to the next request of the same family.
+    `takes_threshold`: it uses `assistant_confidence_threshold`. `learns`: what it learned goes to the next request of
+    the same family.
     """
 
     takes_threshold: ClassVar[bool]
-    grows_trees: ClassVar[bool]
     learns: ClassVar[bool]
 
     @classmethod
@@ -95,7 +94,6 @@ class Constant:
     threshold: float = 0.0
     branches: int | None = None
     takes_threshold: ClassVar[bool] = True
-    grows_trees: ClassVar[bool] = False
     learns: ClassVar[bool] = False
 
     def __post_init__(self) -> None:

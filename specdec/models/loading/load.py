@@ -13,6 +13,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from os import PathLike
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from transformers import (
     AutoModelForMultimodalLM,
     AutoModelForSeq2SeqLM,
     AutoModelForSpeechSeq2Seq,
+    PreTrainedConfig,
     PreTrainedModel,
 )
 
@@ -33,7 +35,7 @@ from specdec.models.hf.derived import eyes, part_class
 from specdec.models.hf.load_errors import check_complete, check_folder, explained
 from specdec.models.hf.private_api import class_of
 from specdec.models.language_model import LanguageModel
-from specdec.models.loading.gguf import GgufFile
+from specdec.models.loading.gguf import GgufFile, located
 from specdec.models.loading.lighten import hearing, lightened
 from specdec.models.loading.packed_folder import is_packed_folder, read_packed, save_packed
 from specdec.models.loading.placement import (
@@ -88,6 +90,18 @@ def load_model(
     return _from_checkpoint(str(source), *_located(source, how, name), name)
 
 
+def check_source(source: str, how: Loading, name: str = "model") -> None:
+    """Raises OptionError where `source` names no model, and LoadError where the hub cannot say; it reads no weights."""
+    folder, how = _located(source, how, name)
+    if how.gguf_file is None:
+        with explained(source, name):
+            config, _ = PreTrainedConfig.get_config_dict(folder, revision=how.revision)
+            if not config:
+                raise OSError("it has no config.json")
+    elif Path(folder).is_dir():
+        located(folder, str(how.gguf_file), how.revision)
+
+
 def _located(source: str | PathLike[str], how: Loading, name: str) -> tuple[str, Loading]:
     """The folder or hub name of a source, and how it is loaded, with the name of a GGUF file."""
     folder, file = split_gguf(
@@ -123,7 +137,7 @@ def unwrapped(model: Any, name: str) -> Any:
 
 def _from_checkpoint(source: str, folder: str, how: Loading, name: str) -> LanguageModel:
     """The wrapped model in `folder`, a path or hub name; `source` is the caller's word for it."""
-    few = how.quantization == AUTO
+    few, began = how.quantization == AUTO, perf_counter()
     with explained(source, name):
         model = _read(folder, replace(how, quantization=None) if few else how, name)
         if how.dtype == AUTO and how.quantization in (None, AUTO) and how.backend != "eager":
@@ -131,6 +145,7 @@ def _from_checkpoint(source: str, folder: str, how: Loading, name: str) -> Langu
         if few and how.backend != "eager":
             model = lightened(model, owned=True)
     language = LanguageModel(model, backend=how.backend, exactness=how.exactness, owned=True)
+    language.loading_seconds = perf_counter() - began
     if language.sees and not eyes(model):
         language.unread = partial(_eyes, source, folder, how, name, language)
     return language

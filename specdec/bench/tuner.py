@@ -1,0 +1,318 @@
+"""Which draft and which weights are the fastest here: short answers of each in turn, within a number of seconds."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import dropwhile
+from pathlib import Path
+from statistics import mean
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from specdec import kernels
+from specdec.bench.machine import Watch
+from specdec.bench.parts import Drafting, Mode
+from specdec.bench.prompts import PromptText, pick_prompts
+from specdec.bench.runner import in_words
+from specdec.bench.suite import PRESETS, Cell
+from specdec.bench.systems import Systems, measure
+from specdec.core.stats import Stats, total
+from specdec.generator.generator import SpecGenerator
+from specdec.models import LanguageModel, free_bytes
+from specdec.options.drafts import ALONE, read_draft
+from specdec.options.fields import COPYING
+from specdec.options.load import is_gguf
+
+NONE = "none"
+_TOKENS = 96  # of an answer, at most
+_FEW = 8  # tokens that say how fast an answer is
+_LARGE = 2**27  # bytes of weights: rounding smaller models gains little and hurts them more
+_ROUNDING = 1.5  # times as long as reading weights takes reading and rounding them
+_EQUAL = 0.97  # of the fastest time: what is nearer is noise
+_QUESTION = "Why do people in cold countries put salt on roads, and when does it not help? Answer in a few sentences."
+_EDIT = """Rename `values` to `numbers` in this function, and write all of it:
+
+```python
+def describe(values, digits=2):
+    \"\"\"The least, the greatest and the mean of values, rounded.\"\"\"
+    if not values:
+        raise ValueError("values is empty")
+    mean = sum(values) / len(values)
+    return {"least": min(values), "greatest": max(values), "mean": round(mean, digits)}
+```"""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A draft with a target in one mode, measured on the same prompts as the mode's plain decoding.
+
+    `ms` per token after the first, `plain_ms` of plain decoding; `first_token` in seconds; `different` answers part
+    from plain decoding's.
+    """
+
+    mode: Mode
+    draft: str
+    ms: float
+    plain_ms: float
+    first_token: float
+    answers: int
+    different: int
+    stats: Stats = field(repr=False)
+    plain_stats: Stats = field(repr=False)
+
+    @property
+    def speedup(self) -> float:
+        """Plain decoding's time per token over the draft's."""
+        return self.plain_ms / self.ms
+
+    @property
+    def weights(self) -> str:
+        """What most of the target's weights are stored in."""
+        return self.stats.settings.get("weight_kind", self.mode.label)
+
+    @property
+    def reason(self) -> str:
+        """Why the draft does not pay: how often it is right, and what guessing and checking cost."""
+        stats, plain = self.stats, self.plain_stats
+        if not stats.num_draft_tokens:
+            return "it guessed nothing, as these texts repeat nothing"
+        a_pass = _pass_seconds(plain)
+        guess, wide = stats.draft_seconds / stats.num_draft_tokens / a_pass, _pass_seconds(stats) / a_pass
+        right = f"{stats.draft_acceptance_rate:.0%} of {stats.num_draft_tokens} guesses were right"
+        cost = f"a guess took {guess:.2f} of a pass, reading prompts included"
+        return f"{right}, {cost}, and a pass over guesses {wide:.2f} of a plain one"
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """What was not measured in a mode, and why; `failed`: its models cannot be loaded."""
+
+    mode: Mode
+    why: str
+    failed: bool = False
+
+
+def _pass_seconds(stats: Stats) -> float:
+    """Seconds of one of the target's passes after the first token."""
+    passes = max(stats.num_target_passes - len(stats.finish_reasons), 1)
+    return max(stats.verify_seconds + stats.select_seconds - stats.first_token_seconds, 1e-9) / passes
+
+
+def drafts_to_try(draft: str) -> list[str]:
+    """The spellings to measure: none, a word that copies, and what `draft` names, a model alone and with copies."""
+    name = read_draft(draft)
+    if name.model is None:
+        return [*dict.fromkeys((NONE, COPYING[0], draft))]
+    model = draft if name.word is None else draft[len(name.word) + 1 :]
+    word = name.word if name.copies else COPYING[0]
+    return [NONE, str(word), f"{ALONE}:{model}", f"{word}+{model}"]
+
+
+def further_modes(target: LanguageModel, mode: Mode) -> list[Mode]:
+    """Ways to load the target in which a pass reads less, the nearest text first.
+
+    None where `mode` says how, elsewhere than on a CPU, and for small or rounded models.
+    """
+    chosen = mode.dtype or mode.quantization or mode.gguf_file or mode.backend == "eager"
+    if chosen or target.device.type != "cpu" or target.is_encoder_decoder or not kernels.available():
+        return []
+    if target.weight_bytes < _LARGE or target.weight_kind not in ("float32", "bfloat16", "float16"):
+        return []
+    words: list[dict[str, Any]] = [{"quantization": "int8-weight"}, {"quantization": "int4-weight"}]
+    if target.weight_kind == "float32":
+        words.insert(0, {"dtype": "bfloat16"})
+    return [mode.model_copy(update=one) for one in words]
+
+
+def prompts_for(generator: SpecGenerator, source: str | None) -> list[dict[str, Any]]:
+    """Arguments of `generate`: the prompts of a file or set, or code, a question and an edit of a text.
+
+    A model with a chat template gets them as messages, code aside.
+    """
+    chats = bool(getattr(generator.tokenizer, "chat_template", None))
+    if source is not None:
+        texts = pick_prompts(source, 12)
+    elif chats:
+        texts = [*pick_prompts("code", 1), PromptText(_QUESTION, "question"), PromptText(_EDIT, "edit")]
+    else:
+        texts = [prompt for name in ("code", "text", "copy") for prompt in pick_prompts(name, 1)]
+    return [
+        {"messages": [{"role": "user", "content": one.text}]}
+        if chats and (source or one.category in ("question", "edit"))
+        else {"prompt": one.text}
+        for one in texts
+    ]
+
+
+def best(trials: Sequence[Trial]) -> Trial:
+    """The first that is as fast as the fastest, but for noise: the nearest text, and then the simplest draft."""
+    fastest = min(trial.ms for trial in trials)
+    return next(trial for trial in trials if trial.ms * _EQUAL <= fastest)
+
+
+@dataclass
+class Tuner:
+    """Measures `drafts` with the target in `mode`, then in further modes as far as the time until `deadline` allows.
+
+    The deadline is one of `clock`. Loading counts; compiling does not take place, and code that is there is used. Every
+    draft of a mode answers the same prompts in turn, greedily, for equally many seconds. Of the first mode each draft
+    answers the first prompt in a few words, however late it is. `report(done, total, doing)` hears of seconds.
+    """
+
+    target: str
+    drafts: Sequence[str]
+    mode: Mode
+    deadline: float
+    prompts: str | None = None
+    report: Callable[[float, float, str], None] = lambda done, total, doing: None
+    clock: Callable[[], float] = perf_counter
+    watch: Watch = field(default_factory=Watch)
+    _models: dict[str | None, dict[str, Any]] = field(default_factory=dict)
+    _loading: float = 0.0  # seconds that the next mode may take to load
+    _lap: float = 0.0  # seconds in which all drafts answer a prompt in a few words
+
+    def __post_init__(self) -> None:
+        self._began = self.clock()
+
+    def run(self) -> Iterator[SpecGenerator | Trial | Skipped]:
+        """Yields a generator with the last draft once it is loaded, then what was measured and what was not."""
+        modes = [self.mode]
+        for number, mode in enumerate(modes, 1):
+            if number > 1 and (why := self._lack()):
+                yield Skipped(mode, why)
+                continue
+            self._say(f"loading {self.target}, {mode.label}")
+            began = self.clock()
+            try:
+                systems = Systems(self.target, mode, compiles=False, models=self._models.setdefault(mode.dtype, {}))
+            except Exception as error:
+                yield Skipped(mode, in_words(error), failed=number == 1)
+                continue
+            self._loading = _ROUNDING * (self.clock() - began)
+            if number == 1:
+                modes += [] if is_gguf(Path(self.target)) else further_modes(systems.plain.target, mode)
+                self._bytes = int(1.5 * systems.plain.target.weight_bytes)
+            yield from self._measure(systems, mode, first=number == 1, more=len(modes) - number)
+            del systems
+            gc.collect()
+
+    def _lack(self) -> str | None:
+        """Why another mode is not tried."""
+        left, seconds = self.deadline - self.clock(), self._loading + self._lap
+        if left < seconds:
+            return f"not tried: it takes about {seconds:.0f} s, and {max(left, 0):.0f} s are left (--seconds)"
+        free = free_bytes(torch.device("cpu"))
+        size, room = (f"{number / 2**30:.1f} GiB" for number in (self._bytes, free))
+        return f"not tried: loading it takes {size}, and {room} are free" if self._bytes > free else None
+
+    def _say(self, doing: str) -> None:
+        total = max(self.deadline - self._began, 1e-9)
+        self.report(min(self.clock() - self._began, total), total, doing)
+
+    def _measure(self, systems: Systems, mode: Mode, *, first: bool, more: int) -> Iterator[Any]:
+        """All drafts of a mode, before `more` modes."""
+        generators, errors = dict[str, SpecGenerator](), list[str]()
+        for draft in self.drafts:
+            self._say(f"loading the draft {draft}")
+            try:
+                generators[draft] = systems.generator("", _cell(draft))
+            except Exception as error:
+                errors.append(in_words(error))
+        yield from (Skipped(mode, why, failed=True) for why in dict.fromkeys(errors))
+        self.drafts = [*generators]
+        if first:
+            yield [*generators.values()][-1]
+        yield from self._trials(mode, generators, more)
+        for generator in generators.values():
+            generator.close()
+
+    def _trials(self, mode: Mode, generators: Mapping[str, SpecGenerator], more: int) -> Iterator[Trial]:
+        """As many laps over the prompts as fit."""
+        calls = prompts_for(generators[NONE], self.prompts)
+        late = self.clock() >= self.deadline
+        for generator in () if late else generators.values():  # first passes are slow
+            generator.generate("def", do_sample=False, max_new_tokens=_FEW // 2)
+        first = self._answer(generators[NONE], calls[0], _FEW, None)
+        self._lap = max(first.seconds * len(generators), 1e-9)
+        now, seconds = self.clock(), self._share(more)
+        laps = min(max(int(seconds / self._lap), 1), len(calls))
+        answers: dict[str, list[_Answer]] = {draft: [] for draft in generators}
+        for number, call in enumerate(calls[:laps]):
+            for place, (draft, generator) in enumerate(generators.items()):
+                self._say(f"{mode.label}, draft {draft}, prompt {number + 1} of {laps}")
+                left = (laps - number) * len(generators) - place
+                most = max((now + seconds - self.clock()) / left, first.seconds)
+                self.watch.look()
+                answers[draft].append(self._answer(generator, call, _TOKENS, most))
+            if self.clock() >= now + seconds:
+                break
+        whole = [at for at in range(len(answers[NONE])) if all(own[at].ms is not None for own in answers.values())]
+        for draft, own in answers.items():
+            if whole:
+                yield _trial(mode, draft, [own[at] for at in whole], [answers[NONE][at] for at in whole])
+
+    def _share(self, more: int) -> float:
+        """Seconds for the answers of this mode: of further ones, as many are left time for as leave two laps each."""
+        for count in range(more, -1, -1):
+            seconds = (self.deadline - self.clock() - count * self._loading) / (count + 1)
+            if seconds >= 2 * self._lap:
+                break
+        return seconds
+
+    def _answer(self, generator: SpecGenerator, call: Mapping[str, Any], most: int, seconds: float | None) -> _Answer:
+        limits = {"max_new_tokens": most, "max_time": seconds}
+        out, measured = measure(generator, {**call, **PRESETS["greedy"], **limits})
+        assert out.stats is not None
+        gaps = measured["gaps"]
+        decoded = len(gaps) < out.stats.num_new_tokens  # else all came at once, the prompt's reading included
+        # A draft model reads the prompt in the first round, which longer answers outweigh.
+        steady = [*dropwhile(lambda gap: gap == gaps[0], gaps)] or gaps
+        ms = 1e3 * mean(steady) if gaps and decoded else None
+        return _Answer(ms, measured["first_token"], measured["seconds"], out.new_tokens(), out.stats)
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """One answer; `ms` per token after the first, None where there are none."""
+
+    ms: float | None
+    first_token: float
+    seconds: float
+    tokens: list[list[int]]
+    stats: Stats
+
+
+def _cell(draft: str) -> Cell | None:
+    return None if draft == NONE else Cell(draft, Drafting(schedule="auto"))
+
+
+def _trial(mode: Mode, draft: str, answers: Sequence[_Answer], plain: Sequence[_Answer]) -> Trial:
+    """The means of answers; texts are compared as far as both go, as time ends them."""
+    pairs = list(zip(answers, plain, strict=True))
+    return Trial(
+        mode,
+        draft,
+        ms=mean(one.ms or 0.0 for one in answers),
+        plain_ms=mean(one.ms or 0.0 for one in plain),
+        first_token=mean(one.first_token for one in answers),
+        answers=len(answers),
+        different=sum(_parts(one.tokens[0], two.tokens[0]) for one, two in pairs),
+        stats=_total(answers),
+        plain_stats=_total(plain),
+    )
+
+
+def _parts(mine: Sequence[int], theirs: Sequence[int]) -> bool:
+    """Whether two texts differ before the shorter one ends."""
+    length = min(len(mine), len(theirs))
+    return mine[:length] != theirs[:length]
+
+
+def _total(answers: Sequence[_Answer]) -> Stats:
+    """Statistics of all answers, with all of their time to the first token."""
+    parts = [one.stats for one in answers]
+    return replace(total(parts), first_token_seconds=sum(one.first_token_seconds for one in parts))

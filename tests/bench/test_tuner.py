@@ -1,0 +1,217 @@
+"""What the tuner tries, how long it takes, and what it advises, with a clock and models made by hand."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from specdec import LanguageModel, SpecGenerator
+from specdec.bench import tuner
+from specdec.bench.parts import Mode
+from specdec.bench.tuner import Skipped, Trial, Tuner, best, drafts_to_try, further_modes, prompts_for
+from specdec.core.stats import Stats
+from tests.folders import WIDTH, byte_tokenizer
+from tests.tiny import tiny
+
+PLAIN, EIGHT, FOUR = Mode(), Mode(quantization="int8-weight"), Mode(quantization="int4-weight")
+
+
+@dataclass
+class World:
+    """Models that take `load` seconds to load, `read` to read a prompt, and by mode and draft so many for a token."""
+
+    load: float = 10.0
+    read: float = 1.0
+    token: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    now: float = 0.0
+    alive: int = 0
+    loaded: list[str] = field(default_factory=list)
+    answers: list[str] = field(default_factory=list)
+
+    def clock(self) -> float:
+        return self.now
+
+    def systems(self, target: str, mode: Mode, **_: Any) -> Any:
+        """As `Systems`: one model at a time."""
+        assert self.alive == 0
+        self.now += self.load
+        self.loaded.append(mode.label)
+        world, weight = self, SimpleNamespace(weight_bytes=0)
+
+        class Fake:
+            plain = SimpleNamespace(target=weight)
+
+            def __init__(self) -> None:
+                world.alive += 1
+
+            def __del__(self) -> None:
+                world.alive -= 1
+
+            def generator(self, _: str, cell: Any) -> Any:
+                draft = "none" if cell is None else cell.draft
+                if draft == "model:broken":
+                    raise ValueError("it is broken")
+                return SimpleNamespace(
+                    mode=mode.label, draft=draft, tokenizer=None, close=lambda: None, generate=lambda *_, **__: None
+                )
+
+        return Fake()
+
+    def measure(self, generator: Any, call: Mapping[str, Any]) -> Any:
+        """As `measure`: a token at a time until all or the time is over."""
+        each = self.token.get((generator.mode, generator.draft), 0.1)
+        most, seconds = call["max_new_tokens"], call["max_time"] or float("inf")
+        count = 1
+        while count < most and self.read + (count - 1) * each < seconds:
+            count += 1
+        took = self.read + (count - 1) * each
+        self.now += took
+        if seconds < float("inf"):
+            self.answers.append(generator.draft)
+        stats = Stats(num_new_tokens=count, seconds=took, first_token_seconds=self.read, finish_reasons=("length",))
+        out = SimpleNamespace(stats=stats, new_tokens=lambda: [list(range(count))])
+        gaps = [9 * each, *[each] * (count - 2)]  # the first round is slow, and does not count
+        return out, {"gaps": gaps if count > 2 else gaps[: count - 1], "first_token": self.read, "seconds": took}
+
+
+@pytest.fixture
+def tuned(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Runs a tuner in a world, whose modes are three; returns its events."""
+
+    def run(world: World, drafts: list[str], seconds: float) -> list[Any]:
+        monkeypatch.setattr(tuner, "Systems", world.systems)
+        monkeypatch.setattr(tuner, "measure", world.measure)
+        monkeypatch.setattr(tuner, "further_modes", lambda *_: [EIGHT, FOUR])
+        events = [*Tuner("t", drafts, PLAIN, seconds, clock=world.clock).run()]
+        return [event for event in events if isinstance(event, Trial | Skipped)]
+
+    return run
+
+
+def test_every_draft_in_every_mode(tuned: Any) -> None:
+    """In turn, and one model in memory at a time; the fastest is the advice."""
+    times = {("int8-weight", "none"): 0.05, ("int8-weight", "suffix"): 0.02, ("int4-weight", "none"): 0.04}
+    world = World(load=2.0, token=times)
+    trials = tuned(world, ["none", "suffix"], 60.0)
+    assert [(trial.mode, trial.draft) for trial in trials] == [
+        (mode, draft) for mode in (PLAIN, EIGHT, FOUR) for draft in ("none", "suffix")
+    ]
+    assert world.answers == ["none", "suffix"] * (len(world.answers) // 2)
+    chosen = best(trials)
+    assert (chosen.mode, chosen.draft, round(chosen.speedup, 3)) == (EIGHT, "suffix", 2.5)
+    assert chosen.answers == 3
+    assert (chosen.ms, chosen.first_token) == (pytest.approx(20), 1.0)
+
+
+@pytest.mark.parametrize("load", [1.0, 5.0, 12.0, 20.0])
+@pytest.mark.parametrize("token", [0.01, 0.1, 1.0])
+def test_the_time_is_kept(load: float, token: float, tuned: Any) -> None:
+    """Modes for which no time is left are named, and answers become shorter. (A pair took 389 seconds.)"""
+    drafts = ["none", "suffix", "model:d", "suffix+d"]
+    times = {(mode.label, draft): token for mode in (PLAIN, EIGHT, FOUR) for draft in drafts}
+    world = World(load=load, read=0.5, token=times)
+    events = tuned(world, drafts, 60.0)
+    longest = token + 0.5  # that the last answer goes on
+    assert world.now <= 60.0 + longest
+    skipped = [event for event in events if isinstance(event, Skipped)]
+    assert len(world.loaded) + len(skipped) == 3
+    assert all("are left (--seconds)" in event.why for event in skipped)
+    assert len(world.loaded) >= (3 if load < 10 and token < 1 else 1)
+    trials = [event for event in events if isinstance(event, Trial)]
+    assert {trial.answers for trial in trials} <= {1, 2, 3}
+
+
+def test_a_model_that_loads_for_longer(tuned: Any) -> None:
+    """A few words of each draft are all that is measured then, and the other modes are named."""
+    world = World(load=100.0, read=0.5)
+    events = tuned(world, ["none", "suffix"], 60.0)
+    assert [(type(event), event.mode) for event in events] == [*[(Trial, PLAIN)] * 2, (Skipped, EIGHT), (Skipped, FOUR)]
+    assert world.now == pytest.approx(100.0 + 3 * (0.5 + 7 * 0.1), abs=0.3)
+
+
+def test_a_draft_that_does_not_load(tuned: Any) -> None:
+    """It is told once, and the others are measured."""
+    events = tuned(World(load=1.0), ["none", "model:broken"], 60.0)
+    assert events[0] == Skipped(PLAIN, events[0].why, failed=True)
+    assert "it is broken" in events[0].why
+    assert [event.draft for event in events[1:]] == ["none"] * 3
+
+
+@pytest.mark.parametrize(
+    ("draft", "spellings"),
+    [
+        ("none", ["none", "suffix"]),
+        ("suffix", ["none", "suffix"]),
+        ("ngram", ["none", "suffix", "ngram"]),
+        ("some/model", ["none", "suffix", "model:some/model", "suffix+some/model"]),
+        ("model:some/model", ["none", "suffix", "model:some/model", "suffix+some/model"]),
+        ("ngram+zoo:python-code", ["none", "ngram", "model:zoo:python-code", "ngram+zoo:python-code"]),
+    ],
+)
+def test_what_is_tried(draft: str, spellings: list[str]) -> None:
+    """None, copies, the model alone, and both."""
+    assert drafts_to_try(draft) == spellings
+
+
+def test_modes_in_which_a_pass_reads_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a large model in floats on a CPU, and of a mode that says nothing; the dtype where it is half."""
+    model = LanguageModel(tiny("llama"))
+    assert further_modes(model, PLAIN) == []
+    monkeypatch.setattr(tuner, "_LARGE", 0)
+    monkeypatch.setattr("specdec.kernels.available", lambda: True)
+    named = Mode(trust_remote_code=True)
+    labels = [(mode.dtype, mode.quantization, mode.trust_remote_code) for mode in further_modes(model, named)]
+    assert labels == [("bfloat16", None, True), (None, "int8-weight", True), (None, "int4-weight", True)]
+    half = LanguageModel(tiny("llama").to(torch.bfloat16))
+    assert further_modes(half, PLAIN) == [EIGHT, FOUR]
+    for chosen in (Mode(dtype="float32"), EIGHT, Mode(gguf_file="a.gguf"), Mode(backend="eager")):
+        assert further_modes(model, chosen) == []
+
+
+def test_memory_without_room(tuned: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mode is not loaded into memory that it would fill."""
+    monkeypatch.setattr(tuner, "free_bytes", lambda _: -1)
+    events = tuned(World(load=1.0), ["none"], 60.0)
+    assert [event.why for event in events[1:]] == ["not tried: loading it takes 0.0 GiB, and -0.0 GiB are free"] * 2
+
+
+def made(ms: float, draft: str = "none", mode: Mode = PLAIN, stats: Stats | None = None) -> Trial:
+    plain = Stats(num_target_passes=11, verify_seconds=2.0, first_token_seconds=1.0, finish_reasons=("length",))
+    return Trial(mode, draft, ms, 100.0, 0.5, 3, 0, stats or Stats(), plain)
+
+
+def test_the_simplest_of_equals() -> None:
+    """What is faster by chance brings no model along, and no other weights."""
+    plain, copies, both = made(100.0), made(50.0, "suffix"), made(49.0, "suffix+d")
+    assert best([plain, copies, both]) is copies
+    assert best([plain, copies, made(40.0, "suffix+d")]).draft == "suffix+d"
+    assert best([plain, made(99.0, "suffix")]) is plain
+    assert best([copies, made(60.0, mode=EIGHT), made(49.0, "suffix", EIGHT)]) is copies
+    assert best([copies, made(60.0, mode=EIGHT), made(40.0, "suffix", EIGHT)]).mode == EIGHT
+
+
+def test_why_a_draft_does_not_pay() -> None:
+    """Its acceptance and its cost, in passes."""
+    counts = {"num_draft_tokens": 40, "num_accepted_draft_tokens": 30, "num_target_passes": 6, "draft_seconds": 1.4}
+    stats = Stats(**counts, verify_seconds=1.65, first_token_seconds=1.0, finish_reasons=("length",))
+    assert made(110.0, "model:d", stats=stats).reason == (
+        "75% of 40 guesses were right, a guess took 0.35 of a pass, reading prompts included, "
+        "and a pass over guesses 1.30 of a plain one"
+    )
+    assert made(110.0, "suffix").reason == "it guessed nothing, as these texts repeat nothing"
+
+
+def test_prompts(tmp_path: Any) -> None:
+    """Three kinds of text, as messages for a model that chats, or those of a file."""
+    tokenizer = byte_tokenizer()
+    generator = SpecGenerator(tiny("llama", vocab=WIDTH), tokenizer=tokenizer)
+    assert [[*call] for call in prompts_for(generator, None)] == [["prompt"]] * 3
+    (tmp_path / "mine.txt").write_text("one\n\ntwo")
+    mine = str(tmp_path / "mine.txt")
+    assert prompts_for(generator, mine) == [{"prompt": "one"}, {"prompt": "two"}]
+    tokenizer.chat_template = "{{ messages[0]['content'] }}"
+    assert [[*call] for call in prompts_for(generator, None)] == [["prompt"], ["messages"], ["messages"]]
+    assert prompts_for(generator, mine)[1] == {"messages": [{"role": "user", "content": "two"}]}
