@@ -3,7 +3,7 @@
 from specdec.kernels.blocks import BLOCKS, IN_FLOATS, pack_blocks
 from specdec.kernels.build import available, check, compiler, digest, folder, instructions, lack, try_again
 from specdec.kernels.kept import Lack
-from specdec.kernels.ops import ALIKE, attend, attend_frames, gumbel_draws, keep_top, passes, signed, store_nodes
+from specdec.kernels.ops import ALIKE, attend, attend_frames, gumbel_draws, keep_top, part, passes, signed, store_nodes
 from specdec.kernels.packed_linear import (
     FLOATS,
     HELD,
@@ -46,6 +46,7 @@ __all__ = [
     "pack",
     "pack_blocks",
     "page_state",
+    "part",
     "passes",
     "restored_layer",
     "round_weight",

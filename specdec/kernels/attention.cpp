@@ -36,6 +36,7 @@
 #include <utility>
 #include <vector>
 
+#include "operators.h"
 #include "panels.h"
 
 namespace {
@@ -532,6 +533,22 @@ at::Tensor attend_in(const at::Tensor& queries, const at::Tensor& keys, const at
   return out;
 }
 
+// Tokens `[1, kv heads, tokens, width]` into a buffer.
+void store_in(const at::Tensor& from, const at::Tensor& buffer, const Nodes& nodes) {
+  auto size = buffer.element_size();
+  auto source = static_cast<const char*>(from.const_data_ptr());
+  auto target = static_cast<char*>(buffer.mutable_data_ptr());
+  for (int64_t t = 0; t < nodes.count; t++) {
+    auto node = nodes[t];
+    auto at = node.row * buffer.stride(0) + node.column * buffer.stride(2);
+    for (int64_t head = 0; head < from.size(1); head++)
+      std::memcpy(target + (at + head * buffer.stride(1)) * size,
+                  source + (head * from.stride(1) + t * from.stride(2)) * size, from.size(3) * size);
+  }
+}
+
+}  // namespace
+
 at::Tensor attend(const at::Tensor& queries, const at::Tensor& keys, const at::Tensor& values, const at::Tensor& nodes,
                   double scale, double softcap, const std::optional<at::Tensor>& sinks,
                   const std::optional<at::Tensor>& biases) {
@@ -559,20 +576,6 @@ at::Tensor attend(const at::Tensor& queries, const at::Tensor& keys, const at::T
   return run(queries, keys, values, of_tokens, scale, softcap, as_floats(sinks), as_floats(biases));
 }
 
-// Tokens `[1, kv heads, tokens, width]` into a buffer.
-void store_in(const at::Tensor& from, const at::Tensor& buffer, const Nodes& nodes) {
-  auto size = buffer.element_size();
-  auto source = static_cast<const char*>(from.const_data_ptr());
-  auto target = static_cast<char*>(buffer.mutable_data_ptr());
-  for (int64_t t = 0; t < nodes.count; t++) {
-    auto node = nodes[t];
-    auto at = node.row * buffer.stride(0) + node.column * buffer.stride(2);
-    for (int64_t head = 0; head < from.size(1); head++)
-      std::memcpy(target + (at + head * buffer.stride(1)) * size,
-                  source + (head * from.stride(1) + t * from.stride(2)) * size, from.size(3) * size);
-  }
-}
-
 void store_nodes(const at::Tensor& keys, const at::Tensor& values, const at::Tensor& key_buffer,
                  const at::Tensor& value_buffer, const at::Tensor& nodes) {
   EXPECT("keys", keys.dim() == 4, "[1, kv heads, tokens, width]", keys.sizes());
@@ -592,8 +595,6 @@ void store_nodes(const at::Tensor& keys, const at::Tensor& values, const at::Ten
   store_in(keys, key_buffer, of_tokens);
   store_in(values, value_buffer, of_tokens);
 }
-
-}  // namespace
 
 TORCH_LIBRARY_IMPL(specdec, CPU, m) {
   m.impl("attend", attend);

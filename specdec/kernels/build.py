@@ -32,7 +32,7 @@ from specdec.kernels.kept import Lack
 _log = logging.getLogger(__name__)
 _SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
 _HEADERS = sorted(Path(__file__).parent.glob("*.h"))
-_FLAGS = ("-std=c++20", "-O3", "-march=native", "-fopenmp", "-fPIC")
+_FLAGS = ("-std=c++20", "-O3", "-march=native", "-ffp-contract=off", "-fopenmp", "-fPIC")
 _COMPILERS = ("c++", "g++", "clang++")
 _SECONDS = 300  # a compiler that takes longer hangs
 _FOLDER = "SPECDEC_KERNELS"

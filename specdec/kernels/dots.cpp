@@ -298,6 +298,10 @@ void check(const at::Tensor& x, const at::Tensor& weight, const std::optional<at
 // From how many rows on products in floats are faster, as `set_floats` was told.
 std::atomic<int64_t> floats_from = std::numeric_limits<int64_t>::max();
 
+void set_floats(int64_t rows) { floats_from = rows; }
+
+}  // namespace
+
 at::Tensor dots(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& high,
                 const std::optional<at::Tensor>& factors, const std::optional<at::Tensor>& scales,
                 const std::optional<at::Tensor>& mins, const std::optional<at::Tensor>& steps,
@@ -331,10 +335,6 @@ at::Tensor dots(const at::Tensor& x, const at::Tensor& weight, const std::option
   if (levels) return run(Kind<4, 32, true>(), whole);
   return part == 16 ? run(Kind<4, 16>(), half) : run(Kind<4, 32>(), whole);
 }
-
-void set_floats(int64_t rows) { floats_from = rows; }
-
-}  // namespace
 
 TORCH_LIBRARY_IMPL(specdec, CPU, m) { m.impl("dots", dots); }
 

@@ -4,7 +4,7 @@
 arguments: `specdec::packed_linear` (linear.cpp), `specdec::dots` (dots.cpp), `specdec::attend` and
 `specdec::store_nodes` (attention.cpp), `specdec::attend_frames` (frames.cpp), `specdec::keep_top` and `specdec::draws`
 (choice.cpp). They need `specdec.kernels.available`. `passes` runs a model's compiled passes and drafts chains with them
-(passes.cpp).
+(passes.cpp). `part` makes a part of a layer that is one call (layers.cpp).
 """
 
 from __future__ import annotations
@@ -146,6 +146,12 @@ def passes(
     the tensors `held`. `run(inputs)` runs a pass, `draft_chain(...)` drafts chains; passes.cpp lists the arguments.
     """
     return torch.classes.specdec.Passes(path, calls, outputs, inputs, held)
+
+
+def part(kind: str, *options: object) -> Any:
+    """A part of a layer as one call, its `run`: a "Linear", "Norm", "Attention" or "Gated", with the options that
+    layers.cpp lists; needs `specdec.kernels.available`."""
+    return getattr(torch.classes.specdec, kind)(*options)
 
 
 _LIBRARY.impl("packed_rows", _packed_rows, "CompositeImplicitAutograd")  # type: ignore[no-untyped-call]

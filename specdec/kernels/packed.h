@@ -8,12 +8,8 @@
 #include <cstdint>
 #include <optional>
 
+#include "operators.h"
 #include "vectors.h"
-
-// The product in floats (linear.cpp), `way` as in ops.py.
-at::Tensor packed_linear(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& factors,
-                         const std::optional<at::Tensor>& scales, const std::optional<at::Tensor>& mins,
-                         const std::optional<at::Tensor>& bias, int64_t outputs, int64_t way);
 
 namespace {
 

@@ -341,7 +341,7 @@ class TestCode:
         """Chains, trees and rows of any number, past the first capacity, and none of it in the backend below."""
         twin = twin_of(language, 3)
         with monkeypatch.context() as patch:
-            patch.setattr(language.ragged.model, "output", None)
+            patch.setattr(language.ragged.fused, "output", None)
             twin.wander()
             twin.step([twin.chain(150), twin.chain(1), twin.tree()], [2, 1, 1], [list(range(150)), [0], [5, 6]])
             twin.leave(0, 2)
@@ -355,7 +355,7 @@ class TestCode:
             one.prefill(20, 4)
         trees, keep = [twin.chain(3), twin.tree()], [2, 7]
         with monkeypatch.context() as patch:
-            patch.setattr(language.ragged.model, "output", None)
+            patch.setattr(language.ragged.fused, "output", None)
             plain, some, whole = (twin.forward(trees, keep, hidden=layers) for layers in (False, [0, 2], True))
         expected = below.forward(trees, keep, hidden=True)
         for row in range(2):

@@ -97,8 +97,8 @@ def test_models(name: str, options: dict[str, int], joined: set[str]) -> None:
     before.prefill(9, 4)
     trees, keep = [before.tree(), before.chain(3)], [7, 2]
     expected = before.forward(trees, keep)
-    language.ragged.model = language.ragged.joined()
-    assert parts(language.ragged.model) == joined
+    language.ragged.fused = language.ragged.joined()
+    assert parts(language.ragged.fused) == joined
     assert not parts(language.model)
     after = twin_of(language, 2)
     after.prefill(9, 4)
@@ -106,7 +106,7 @@ def test_models(name: str, options: dict[str, int], joined: set[str]) -> None:
     for one, other in zip(after.forward(trees, keep), expected, strict=True):
         assert torch.equal(one.logits, other.logits)
     own = {m.packed.untyped_storage().data_ptr() for m in language.model.modules() if isinstance(m, PackedLinear)}
-    shared = {m.layer.packed.data_ptr() for m in language.ragged.model.modules() if isinstance(m, Joint)}
+    shared = {m.layer.packed.data_ptr() for m in language.ragged.fused.modules() if isinstance(m, Joint)}
     assert shared <= own
     assert bool(shared) == bool(joined)
 

@@ -184,7 +184,7 @@ def test_compiled_passes_of_target_and_head(tmp_path: Path, monkeypatch: pytest.
     assert stage.wait_until_compiled(280)
     for model in (target, stage):
         assert model.ragged.compiled.ready
-        monkeypatch.setattr(model.ragged.model, "output", None)
+        monkeypatch.setattr(model.ragged.fused, "output", None)
     given: dict[str, Any] = {"input_ids": prompts(3), **COMMON}
     for how in HOWS:
         plain = texts(SpecGenerator(target).generate(**given, **how))

@@ -1,8 +1,7 @@
 """Packed layers that read the same input share one call: query, key and value, or gate and up.
 
-A call costs microseconds before any weight is read, which adds up in a compiled pass over one token; in other backends
-Python dominates, and layers stay apart. A trial pass shows which layers read the same tensor. Their weights then lie in
-one piece, of which the layers of other backends hold views.
+A call costs microseconds before any weight is read, which adds up in a pass over one token. A trial pass shows which
+layers read the same tensor. Their weights then lie in one piece, of which the layers apart hold views.
 """
 
 from __future__ import annotations
@@ -84,8 +83,22 @@ def readers(model: Any) -> Iterator[list[list[str]]]:
 def fuse_layers(model: Any, others: Sequence[Any], names: Sequence[str]) -> None:
     """Fuses these layers of `model`, a shallow copy of `others`, if their weights can lie in one piece."""
     layers = [model.get_submodule(name) for name in names]
-    if not PackedLinear.can_join(layers):
+    joined = join_layers(layers, others, names)
+    if joined is None:
         return
+    joint, begin = Joint(joined), 0
+    for name, layer in zip(names, layers, strict=True):
+        model.set_submodule(name, OutputSlice(joint, begin, begin + layer.outputs, last=name == names[-1]))
+        begin += layer.outputs
+
+
+def join_layers(layers: Sequence[PackedLinear], others: Sequence[Any], names: Sequence[str]) -> PackedLinear | None:
+    """One layer with the outputs of all these, if their weights can lie in one piece; None if not.
+
+    The layers of these `names` in the models `others` become views of it, too.
+    """
+    if not PackedLinear.can_join(layers):
+        return None
     joined = _JOINED.get(_addresses(layers))
     if joined is None:
         joined = PackedLinear.join(layers)
@@ -93,12 +106,10 @@ def fuse_layers(model: Any, others: Sequence[Any], names: Sequence[str]) -> None
         joined = shallow_copy(joined)
         joined.way = layers[0].way
     _JOINED[_addresses(layers)] = joined
-    joint, begin = Joint(joined), 0
     for name, layer in zip(names, layers, strict=True):
         for other in others:
             other.get_submodule(name)._buffers.update(layer._buffers)
-        model.set_submodule(name, OutputSlice(joint, begin, begin + layer.outputs, last=name == names[-1]))
-        begin += layer.outputs
+    return joined
 
 
 def _addresses(layers: Sequence[PackedLinear]) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from specdec.core.drafts import Chained, ChainRule
 from specdec.core.work import Work
 from specdec.errors import UnsupportedError
 from specdec.models.backends.compiled import CompiledForward
+from specdec.models.backends.fused_layers import fused
 from specdec.models.backends.fused_linear import fuse_layers, readers
 from specdec.models.backends.packed_layers import alike
 from specdec.models.backends.ragged_inputs import PassInputs, RowNodes, StepInputs
@@ -40,11 +42,14 @@ class RaggedForward:
         self._fusable: list[list[str]] = []
         self.compiled: CompiledForward | None = None
         try:
-            agrees = self._agrees()
+            trial, expected = self._trial()
+            logits = self._tried(trial)
         except Exception as error:  # whatever an architecture raises: it does not run so
             raise UnsupportedError(f"{type(language.model).__name__} does not attend as others do ({error})") from error
-        if not agrees:
+        blind = max(kind.first for kind in language.capability.kinds)  # nodes that see nothing
+        if not alike(logits[blind:], expected[blind:], language.model):
             raise UnsupportedError(f"{type(language.model).__name__} gives other logits with attention of our own")
+        self.fused = fused(self.model, [language.model], partial(self._tried, trial))
 
     def __call__(
         self, inputs: PassInputs, layers: bool | Sequence[int] = ()
@@ -52,7 +57,7 @@ class RaggedForward:
         """Logits `[kept, vocab]`, and a hidden state `[nodes, width]` for each of `layers` (True: all), or None."""
         if self.compiled is None or not self.compiled.ready:
             began = time.perf_counter()
-            logits, hidden = self.model.output(inputs, layers or False)
+            logits, hidden = self.fused.output(inputs, layers or False)
             if self.compiled is not None:
                 self.compiled.spent(time.perf_counter() - began)
             return logits[0], tuple(None if state is None else state[0] for state in hidden)
@@ -96,9 +101,9 @@ class RaggedForward:
         return [every if layers is True or layer in layers else none for layer in range(self.model.states)]
 
     @torch.no_grad()
-    def _agrees(self) -> bool:
-        """Whether a text in two passes gives the model's own logits; notes the shapes of keys and values."""
-        language, own = self._language, self._language.model
+    def _trial(self) -> tuple[list[PassInputs], Tensor]:
+        """Two passes over a text, and the model's own logits of it; notes the shapes of keys and values."""
+        language = self._language
         ids = trial_ids(language.num_ids, _TRIED).to(language.device)
         text, frames = DynamicCache(), DynamicCache()
         given: dict[str, Any] = {CACHE: text}
@@ -108,23 +113,30 @@ class RaggedForward:
             given[CACHE] = EncoderDecoderCache(text, frames)
             given["encoder_outputs"] = encoding.output
         returns = gives_hidden_states(language.decoder)
-        output = own(**given, use_cache=True, output_hidden_states=returns)
+        output = language.model(**given, use_cache=True, output_hidden_states=returns)
         self.model.states = len(returned(output, "hidden_states"))
         self.model.widths = [(keys.shape[1], keys.shape[3], values.shape[3]) for keys, values in _pairs(text)]
         buffers: Any = [
             tuple(side.new_zeros(2, side.shape[1], _TRIED + 1, side.shape[3]) for side in pair) for pair in _pairs(text)
         ]
-        columns, logits = ColumnMap(), []
+        columns, passes = ColumnMap(), []
         for tokens in torch.tensor_split(ids[0], 2):
             work = Work.text(1, tokens.tolist(), len(tokens))
             encoders = None if encoding is None else [[0, 0, 0, encoding.hidden.shape[1]]]
             inputs = PassInputs.of([RowNodes(1, columns, work)], language.capability.kinds, language.device, encoders)
             ids = self.model.inputs(inputs.ids)
-            with readers(self.model.model) as self._fusable:
-                logits.append(self(inputs._replace(ids=ids, buffers=buffers, frames=_pairs(frames)))[0])
+            passes.append(inputs._replace(ids=ids, buffers=buffers, frames=_pairs(frames)))
             columns.base = columns.top = columns.base + len(tokens)
-        blind = max(kind.first for kind in language.capability.kinds)  # nodes that see nothing
-        return alike(torch.cat(logits)[blind:], output.logits[0, blind:], own)
+        return passes, output.logits[0]
+
+    @torch.no_grad()
+    def _tried(self, passes: Sequence[PassInputs]) -> Tensor:
+        """The logits of the trial; notes which layers read the same input."""
+        logits = []
+        for inputs in passes:
+            with readers(self.model.model) as self._fusable:
+                logits.append(self.model.output(inputs)[0][0])
+        return torch.cat(logits)
 
 
 def _obstacle(language: ModelSpec) -> str | None:

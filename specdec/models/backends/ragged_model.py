@@ -39,11 +39,16 @@ from specdec.models.protocols import ModelSpec
 ATTENTION = "specdec"
 POSITIONS = ("ids", "embedding", "bias")
 
+Noted = tuple[list[int], float, float, Tensor | None]
+"""How a module attends over the text: numbers of heads of queries and keys, widths of keys and values; scale, softcap,
+sinks."""
+
 
 class _Running(threading.local):
-    """The table of this thread's pass for cross-attention, where no argument brings it."""
+    """The table of this thread's pass for cross-attention, where no argument brings it; and what a trial notes."""
 
     cross: Tensor | None = None
+    noted: dict[nn.Module, Noted] | None = None
 
 
 _running = _Running()
@@ -56,6 +61,16 @@ def _seeing(table: Tensor | None) -> Iterator[None]:
         yield
     finally:
         _running.cross = held
+
+
+@contextmanager
+def noting() -> Iterator[dict[nn.Module, Noted]]:
+    """Context in which this thread's passes note how modules attend over the text."""
+    _running.noted = {}
+    try:
+        yield _running.noted
+    finally:
+        _running.noted = None
 
 
 def _attention(
@@ -80,6 +95,9 @@ def _attention(
         biases = position_bias[0, :, 0]  # by distance: see `RaggedModel`
     if table is None:
         return kernels.attend_frames(query, key, value, scale), None
+    if _running.noted is not None and attention_mask is not None and biases is None:
+        sizes = [query.shape[1], key.shape[1], key.shape[3], value.shape[3]]
+        _running.noted[module] = sizes, scale, softcap or 0.0, s_aux
     return kernels.attend(query, key, value, table, scale, softcap or 0.0, s_aux, biases), None
 
 
@@ -92,13 +110,13 @@ class _Text(Cache):  # type: ignore[misc]
 
     def __init__(self, buffers: Buffers, table: Tensor) -> None:
         super().__init__(layers=[])
-        self._buffers, self._table = buffers, table
+        self.buffers, self._table = buffers, table
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """One layer's new keys and values are `[1, heads, nodes, head width]`."""
-        keys, values = self._buffers[layer_idx]
+        keys, values = self.buffers[layer_idx]
         kernels.store_nodes(key_states, value_states, keys, values, self._table)
         return keys, values
 

@@ -1,0 +1,260 @@
+// Parts of layers of the Llama family, each as one call: what stands between two linear layers.
+//
+// A part computes what transformers' module does, with the same roundings: sums and exponentials are torch's own, all
+// else rounds after every operation, as tensors do (-ffp-contract=off). So results are equal, bit for bit.
+
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/add.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/exp.h>
+#include <ATen/ops/gelu.h>
+#include <ATen/ops/mul.h>
+#include <ATen/ops/silu.h>
+#include <ATen/ops/sum.h>
+#include <torch/custom_class.h>
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "operators.h"
+
+namespace {
+
+constexpr int64_t GRAIN = 1 << 15;  // numbers that are not worth a second thread
+
+inline float wide(float number) { return number; }
+inline float wide(c10::BFloat16 number) { return std::bit_cast<float>(static_cast<uint32_t>(number.x) << 16); }
+
+// As a tensor of T holds the number: without branches, so that compilers make vectors of it.
+template <class T>
+inline T narrow(float number) {
+  if constexpr (std::is_same_v<T, float>) return number;
+  auto bits = std::bit_cast<uint32_t>(number);
+  return c10::BFloat16(static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16), c10::BFloat16::from_bits());
+}
+
+template <class T>
+inline float rounded(float number) {
+  return wide(narrow<T>(number));
+}
+
+template <class Work>
+auto by_type(const at::Tensor& x, Work work) {
+  auto type = x.scalar_type();
+  TORCH_CHECK_VALUE(type == at::kFloat || type == at::kBFloat16, "`x` must be float32 or bfloat16, got ", type);
+  return type == at::kFloat ? work(float()) : work(c10::BFloat16());
+}
+
+struct Linear : torch::CustomClassHolder {
+  std::vector<Maybe> held;  // as `HELD` of packed_linear.py names them
+  int64_t outputs, way, likely;
+  bool rounds;
+
+  Linear(std::vector<Maybe> held, int64_t outputs, int64_t way, int64_t likely, bool rounds)
+      : held(std::move(held)), outputs(outputs), way(way), likely(likely), rounds(rounds) {
+    TORCH_CHECK_VALUE(this->held.size() == 8 && this->held[0], "`held` must be eight tensors or None, the first a weight");
+  }
+  at::Tensor operator()(const at::Tensor& x) const {
+    auto& t = held;
+    if (rounds) return dots(x, *t[0], t[1], t[2], t[3], t[4], t[5], t[6], t[7], outputs, way, likely);
+    return packed_linear(x, *t[0], t[2], t[3], t[4], t[7], outputs, way);
+  }
+};
+
+using Linears = std::vector<c10::intrusive_ptr<Linear>>;
+
+// The outputs of `layers`, each of which gives one or several of the pieces `[..., size]`.
+std::vector<at::Tensor> pieces(const char* name, const Linears& layers, const at::Tensor& x,
+                               const std::vector<int64_t>& sizes) {
+  std::vector<at::Tensor> made;
+  for (auto& layer : layers) {
+    auto all = (*layer)(x);
+    for (int64_t begin = 0; begin < all.size(-1); begin += sizes[made.size() - 1]) {
+      auto fits = made.size() < sizes.size() && begin + sizes[made.size()] <= all.size(-1);
+      TORCH_CHECK_VALUE(fits, "`", name, "` must give pieces of sizes ", sizes, ", got a layer of ", all.size(-1));
+      made.push_back(all.narrow(-1, begin, sizes[made.size()]));
+    }
+  }
+  TORCH_CHECK_VALUE(made.size() == sizes.size(), "`", name, "` must give pieces of sizes ", sizes, ", got ", made.size());
+  return made;
+}
+
+// A weight in float32 for bfloat16 is multiplied before the product is rounded.
+struct Norm : torch::CustomClassHolder {
+  at::Tensor weight;
+  double eps;
+
+  Norm(at::Tensor weight, double eps) : weight(weight.contiguous()), eps(eps) {
+    auto type = weight.scalar_type();
+    TORCH_CHECK_VALUE(weight.dim() == 1 && (type == at::kFloat || type == at::kBFloat16),
+                      "`weight` must be float32 or bfloat16 [width], got ", type, " ", weight.sizes());
+  }
+  at::Tensor operator()(const at::Tensor& x) const {
+    return by_type(x, [&]<class T>(T) {
+      return weight.scalar_type() == at::kFloat ? of<T, float>(*x.expect_contiguous())
+                                                : of<T, c10::BFloat16>(*x.expect_contiguous());
+    });
+  }
+
+ private:
+  template <class T, class W>
+  at::Tensor of(const at::Tensor& x) const {
+    auto width = weight.size(0), rows = x.numel() / std::max<int64_t>(width, 1);
+    TORCH_CHECK_VALUE(x.size(-1) == width, "`x` must be [..., ", width, "], got ", x.sizes());
+    auto factors = weight.const_data_ptr<W>();
+    auto from = x.const_data_ptr<T>();
+    auto square = at::empty(x.sizes(), x.options().dtype(at::kFloat)), y = at::empty_like(x);
+    auto squares = square.mutable_data_ptr<float>();
+    for (int64_t i = 0; i < x.numel(); i++) squares[i] = wide(from[i]) * wide(from[i]);
+    auto sum = at::sum(square, -1);
+    auto sums = sum.const_data_ptr<float>();
+    auto to = y.mutable_data_ptr<T>();
+    constexpr auto rounds_first = std::is_same_v<T, W>;
+    at::parallel_for(0, rows, GRAIN / width + 1, [&](int64_t begin, int64_t end) {
+      for (auto row = begin; row < end; row++) {
+        auto inverse = 1 / std::sqrt(sums[row] / static_cast<float>(width) + static_cast<float>(eps));
+        for (auto i = row * width, j = int64_t(0); j < width; i++, j++) {
+          auto own = wide(from[i]) * inverse;
+          to[i] = narrow<T>(wide(factors[j]) * (rounds_first ? rounded<T>(own) : own));
+        }
+      }
+    });
+    return y;
+  }
+};
+
+using Norms = std::optional<c10::intrusive_ptr<Norm>>;
+
+// What surrounds a part within its layer: norms before and after it, and the sum with its input.
+struct Frame {
+  Norms before, after;
+  bool adds;
+
+  at::Tensor begin(const at::Tensor& x) const { return before ? (**before)(x) : x; }
+  at::Tensor end(const at::Tensor& x, const at::Tensor& y) const {
+    auto normed = after ? (**after)(y) : y;
+    return adds ? at::add(x, normed) : normed;
+  }
+};
+
+// Rotates heads `[1, nodes, heads, width]` by `cos` and `sin` `[1, nodes, turned]`.
+template <class T, class C>
+void rotate(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin) {
+  auto nodes = x.size(1), heads = x.size(2), turned = cos.size(-1), half = turned / 2;
+  auto to = x.mutable_data_ptr<T>();
+  at::parallel_for(0, nodes, GRAIN / (heads * turned + 1) + 1, [&](int64_t begin, int64_t end) {
+    for (auto node = begin; node < end; node++)
+      for (int64_t head = 0; head < heads; head++) {
+        auto low = to + node * x.stride(1) + head * x.stride(2), high = low + half;
+        auto c = cos.const_data_ptr<C>() + node * turned, s = sin.const_data_ptr<C>() + node * turned;
+#pragma GCC ivdep
+        for (int64_t i = 0; i < half; i++) {
+          auto a = wide(low[i]), b = wide(high[i]);
+          auto near = rounded<C>(a * wide(c[i])), far = rounded<C>(b * wide(s[i]));
+          auto other = rounded<C>(b * wide(c[i + half])), more = rounded<C>(a * wide(s[i + half]));
+          low[i] = narrow<T>(near - far), high[i] = narrow<T>(other + more);
+        }
+      }
+  });
+}
+
+struct Attention : torch::CustomClassHolder {
+  Linears qkv;  // apart or joined
+  c10::intrusive_ptr<Linear> out;
+  Norms q_norm, k_norm;
+  std::vector<int64_t> heads;  // of queries, keys and values: numbers, and widths
+  double scale, softcap;
+  Maybe sinks;
+  Frame frame;
+
+  Attention(Linears qkv, c10::intrusive_ptr<Linear> out, Norms q_norm, Norms k_norm, std::vector<int64_t> heads,
+            double scale, double softcap, Maybe sinks, Norms before, Norms after, bool adds)
+      : qkv(std::move(qkv)), out(std::move(out)), q_norm(std::move(q_norm)), k_norm(std::move(k_norm)),
+        heads(std::move(heads)), scale(scale), softcap(softcap), sinks(std::move(sinks)),
+        frame{std::move(before), std::move(after), adds} {}
+
+  // `x` `[1, nodes, width]`; tables and buffers are those of `attend`.
+  at::Tensor run(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin, const at::Tensor& nodes,
+                 const at::Tensor& keys, const at::Tensor& values) const {
+    auto count = x.size(1);
+    TORCH_CHECK_VALUE(x.dim() == 3 && x.size(0) == 1, "`x` must be [1, nodes, width], got ", x.sizes());
+    auto parts = pieces("qkv", qkv, frame.begin(x), {heads[0] * heads[2], heads[1] * heads[2], heads[1] * heads[3]});
+    auto split = [&](at::Tensor& part, const Norms& norm, int64_t number, int64_t width) {
+      if (norm) part = (**norm)(part.reshape({1, count, -1, (*norm)->weight.size(0)}));
+      part = part.view({1, count, number, width});
+    };
+    split(parts[0], q_norm, heads[0], heads[2]);
+    split(parts[1], k_norm, heads[1], heads[2]);
+    split(parts[2], {}, heads[1], heads[3]);
+    auto type = x.scalar_type();
+    for (auto& table : {cos, sin})
+      TORCH_CHECK_VALUE(table.sizes() == at::IntArrayRef({1, count, cos.size(-1)}) && table.is_contiguous() &&
+                        table.scalar_type() == cos.scalar_type() && table.size(-1) % 2 == 0 &&
+                        table.size(-1) <= heads[2] && (type == cos.scalar_type() || cos.scalar_type() == at::kFloat),
+                        "`cos` and `sin` must be float32 or ", type, " [1, ", count, ", at most ", heads[2], "], got ",
+                        table.scalar_type(), " ", table.sizes());
+    by_type(x, [&]<class T>(T) {
+      auto turn = cos.scalar_type() == at::kFloat ? rotate<T, float> : rotate<T, T>;
+      turn(parts[0], cos, sin), turn(parts[1], cos, sin);
+    });
+    store_nodes(parts[1].transpose(1, 2), parts[2].transpose(1, 2), keys, values, nodes);
+    auto seen = attend(parts[0].transpose(1, 2), keys, values, nodes, scale, softcap, sinks, {});
+    return frame.end(x, (*out)(seen.view({1, count, -1})));
+  }
+};
+
+// transformers' names of activations; "sigmoid" and "tanh" are the ones of strict models, which ragged_model.py has.
+at::Tensor activated(const at::Tensor& x, const std::string& name, double scale) {
+  if (name == "silu") return at::silu(x);
+  if (name == "gelu") return at::gelu(x);
+  if (name == "gelu_pytorch_tanh") return at::gelu(x, "tanh");
+  auto own = x.to(at::kFloat);
+  if (name == "sigmoid") return own.div(at::exp(own.mul(-scale)).add(1)).to(x.scalar_type());
+  TORCH_CHECK_VALUE(name == "tanh", "`name` must be an activation's, got ", name);
+  auto inner = own.add(own.mul(0.044715).mul(own).mul(own)).mul(std::sqrt(2 / M_PI));
+  return own.mul(0.5).mul(inner.tanh().add(1)).to(x.scalar_type());
+}
+
+struct Gated : torch::CustomClassHolder {
+  Linears gate_up;  // apart or joined
+  bool is_apart;    // the gate in the model: torch's activations differ in the last bit by how a tensor lies
+  c10::intrusive_ptr<Linear> down;
+  std::string activation;
+  double scale;
+  Frame frame;
+
+  Gated(Linears gate_up, bool is_apart, c10::intrusive_ptr<Linear> down, std::string activation, double scale,
+        Norms before, Norms after, bool adds)
+      : gate_up(std::move(gate_up)), is_apart(is_apart), down(std::move(down)), activation(std::move(activation)),
+        scale(scale), frame{std::move(before), std::move(after), adds} {}
+
+  at::Tensor run(const at::Tensor& x) const {
+    int64_t outputs = 0;
+    for (auto& layer : gate_up) outputs += layer->outputs;
+    auto parts = pieces("gate_up", gate_up, frame.begin(x), {outputs / 2, outputs / 2});
+    auto gate = is_apart ? parts[0].contiguous() : parts[0];
+    return frame.end(x, (*down)(activated(gate, activation, scale).mul(parts[1])));
+  }
+};
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(specdec, m) {
+  m.class_<Linear>("Linear")
+      .def(torch::init<std::vector<Maybe>, int64_t, int64_t, int64_t, bool>())
+      .def("run", &Linear::operator());
+  m.class_<Norm>("Norm").def(torch::init<at::Tensor, double>()).def("run", &Norm::operator());
+  m.class_<Attention>("Attention")
+      .def(torch::init<Linears, c10::intrusive_ptr<Linear>, Norms, Norms, std::vector<int64_t>, double, double, Maybe,
+                       Norms, Norms, bool>())
+      .def("run", &Attention::run);
+  m.class_<Gated>("Gated")
+      .def(torch::init<Linears, bool, c10::intrusive_ptr<Linear>, std::string, double, Norms, Norms, bool>())
+      .def("run", &Gated::run);
+}

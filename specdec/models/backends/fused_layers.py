@@ -1,0 +1,179 @@
+"""Layers of the Llama family as few calls: norms, attention, gated products, and whole layers of these.
+
+A trial says what can be fused. In its passes, each module that looks like one of the family is compared with a call
+that should compute the same. Where all results are equal, bit for bit, the call takes the place of the module's
+`forward`; all other modules stay as they are, and those that a caller gave hooks or methods.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.activations import ACT2FN
+
+from specdec.kernels import HELD, PackedLinear, part
+from specdec.models.backends.fused_linear import join_layers
+from specdec.models.backends.ragged_model import RaggedModel, Sigmoid, Tanh, noting
+from specdec.models.hf.derived import shallow_copy
+from specdec.models.hf.model_state import runs_other_code
+
+_NAMES = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_pytorch_tanh"}
+_ACTIVATIONS: dict[type[Any], str] = {type(ACT2FN[name]): own for name, own in _NAMES.items()}
+_ACTIVATIONS |= {Sigmoid: "sigmoid", Tanh: "tanh"}
+_ALONE = None, None, False  # without norms before and after, not added to the input
+
+
+class _Norm:
+    """The `forward` of an RMS norm; families differ in what becomes of its weight, and in when they round."""
+
+    def __init__(self, weight: Tensor, module: Any) -> None:
+        eps = module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
+        self.part = part("Norm", weight, eps)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.part.run(x)  # type: ignore[no-any-return]
+
+    @classmethod
+    def kinds(cls, module: Any) -> list[Callable[[], _Norm]]:
+        weight = module.weight.detach()
+        return [partial(cls, one, module) for one in (weight, weight.float(), 1.0 + weight.float())]
+
+
+class _Attention:
+    """The `forward` of an attention module."""
+
+    def __init__(self, index: int, layers: Sequence[PackedLinear], out: PackedLinear, *options: Any) -> None:
+        self.index, self.layers, self.options = index, layers, (list(map(_linear, layers)), _linear(out), *options)
+        self.part = part("Attention", *self.options, *_ALONE)
+
+    def run(self, part: Any, x: Tensor, turns: tuple[Tensor, Tensor], table: Tensor, text: Any) -> Tensor:
+        return part.run(x, *turns, table, *text.buffers[self.index])  # type: ignore[no-any-return]
+
+    def __call__(
+        self, hidden_states: Tensor, position_embeddings: Any, attention_mask: Any, past_key_values: Any, **_: Any
+    ) -> tuple[Tensor, None]:
+        return self.run(self.part, hidden_states, position_embeddings, attention_mask, past_key_values), None
+
+
+class _Gated:
+    """The `forward` of a product of a gate and what it lets through."""
+
+    def __init__(self, layers: Sequence[PackedLinear], is_apart: bool, down: PackedLinear, activation: Any) -> None:
+        name, scale = _ACTIVATIONS[type(activation)], getattr(activation, "scale", 1.0)
+        self.layers, self.options = layers, (list(map(_linear, layers)), is_apart, _linear(down), name, scale)
+        self.part = part("Gated", *self.options, *_ALONE)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.part.run(x)  # type: ignore[no-any-return]
+
+
+class _Layer:
+    """The `forward` of a whole layer: attention and a gated product, each between norms and added to its input."""
+
+    def __init__(self, attention: _Attention, gated: _Gated, norms: Sequence[_Norm | None]) -> None:
+        one, two, three, four = (norm and norm.part for norm in norms)
+        self.attention, self.of_attention = attention, part("Attention", *attention.options, one, two, True)
+        self.gated, self.of_gated = gated, part("Gated", *gated.options, three, four, True)
+
+    def __call__(
+        self, hidden_states: Tensor, attention_mask: Any, *, position_embeddings: Any, past_key_values: Any, **_: Any
+    ) -> Tensor:
+        x = self.attention.run(self.of_attention, hidden_states, position_embeddings, attention_mask, past_key_values)
+        return self.of_gated.run(x)  # type: ignore[no-any-return]
+
+
+class _Trial:
+    """Compares modules of a model with calls that should give the same, in passes that the model runs meanwhile.
+
+    `calls` holds, by module, the call that gave the same until now, or None.
+    """
+
+    def __init__(self, model: nn.Module, others: Sequence[nn.Module], noted: Any) -> None:
+        self.calls, self._others, self._noted = dict[str, Any](), others, noted
+        named = [(name, module) for name, module in model.named_modules() if name and not runs_other_code(module)]
+        self.hooks = [m.register_forward_hook(partial(self._compare, name), with_kwargs=True) for name, m in named]
+
+    def _compare(self, name: str, module: nn.Module, given: Any, named: Any, output: Any) -> None:
+        before = self.calls.get(name)
+        makers = self._makers(name, module) if name not in self.calls else [lambda: before] if before else []
+        self.calls[name] = None
+        for maker in makers:
+            with suppress(Exception):  # whatever a module of another family lacks
+                call = maker()
+                made = call(*given, **named)
+                one, other = (made[0], output[0]) if isinstance(output, tuple) else (made, output)
+                if torch.equal(one, other):
+                    self.calls[name] = call
+                    return
+
+    def _makers(self, name: str, module: Any) -> Sequence[Callable[[], Any]]:
+        """Makers of calls that may be a module's."""
+        children = dict(module.named_children())
+        if not children and isinstance(getattr(module, "weight", None), Tensor):
+            return _Norm.kinds(module)
+        if module in self._noted:
+            return [partial(self._attention, name, module, children)]
+        if "down_proj" in children:
+            return [partial(self._gated, name, children)]
+        return [partial(self._layer, name, children)] if "self_attn" in children else []
+
+    def _attention(self, name: str, module: Any, children: dict[str, Any]) -> _Attention:
+        apart = self._joined(name, children, ["qkv_proj"], ["q_proj", "k_proj", "v_proj"])
+        norms = [norm and norm.part for norm in self._norms(name, children, "q_norm", "k_norm")]
+        return _Attention(module.layer_idx, apart, children["o_proj"], *norms, *self._noted[module])
+
+    def _gated(self, name: str, children: dict[str, Any]) -> _Gated:
+        apart = self._joined(name, children, ["gate_up_proj"], ["gate_proj", "up_proj"])
+        [activation] = [child for child in children.values() if type(child) in _ACTIVATIONS]
+        return _Gated(apart, "gate_up_proj" not in children, children["down_proj"], activation)
+
+    def _layer(self, name: str, children: dict[str, Any]) -> _Layer:
+        names = ["input_layernorm", "none", "post_attention_layernorm", "none"]
+        if "pre_feedforward_layernorm" in children:  # Gemma's
+            names[1:] = ["post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"]
+        attention, gated = (self.calls[f"{name}.{child}"] for child in ("self_attn", "mlp"))
+        return _Layer(attention, gated, self._norms(name, children, *names))
+
+    def _norms(self, name: str, children: dict[str, Any], *names: str) -> list[_Norm | None]:
+        """The calls of these norms; None for norms that the module does not have."""
+        calls = [self.calls[f"{name}.{child}"] if child in children else None for child in names]
+        if any(call is None and child in children for call, child in zip(calls, names, strict=True)):
+            raise TypeError("a norm of another kind")
+        return calls
+
+    def _joined(self, name: str, children: dict[str, Any], whole: list[str], parts: list[str]) -> list[PackedLinear]:
+        """The layer `whole` of a module, or these `parts`, joined if they can be."""
+        names = whole if whole[0] in children else parts
+        layers = [children[one] for one in names]
+        joined = join_layers(layers, self._others, [f"{name}.{one}" for one in names])
+        return layers if joined is None else [joined]
+
+
+def fused(model: RaggedModel, others: Sequence[nn.Module], run: Callable[[], object]) -> RaggedModel:
+    """A copy of a model whose layers are as few calls as can be; `run` runs trial passes of the model.
+
+    Tensors of layers that share an input move to one piece, in the models `others` over the same layers, too.
+    """
+    with noting() as noted:
+        trial = _Trial(model.model, [model.model, *others], noted)
+        try:
+            run()
+        finally:
+            for hook in trial.hooks:
+                hook.remove()
+    copy: RaggedModel = shallow_copy(model)
+    for name, call in trial.calls.items():
+        if call is not None:
+            copy.model.get_submodule(name).forward = call
+    return copy
+
+
+def _linear(layer: PackedLinear) -> Any:
+    if type(layer) is not PackedLinear:
+        raise TypeError(f"{layer} is no packed layer")
+    return part("Linear", [layer._buffers[name] for name in HELD], layer.outputs, layer.way, layer.likely, layer.rounds)
