@@ -34,6 +34,7 @@ from specdec.models.hf.load_errors import check_complete, check_folder, explaine
 from specdec.models.hf.private_api import class_of
 from specdec.models.language_model import LanguageModel
 from specdec.models.loading.gguf import GgufFile
+from specdec.models.loading.kept_weights import KeptWeights
 from specdec.models.loading.lighten import hearing, lightened
 from specdec.models.loading.packed_folder import is_packed_folder, read_packed, save_packed
 from specdec.models.loading.placement import (
@@ -123,17 +124,28 @@ def unwrapped(model: Any, name: str) -> Any:
 
 def _from_checkpoint(source: str, folder: str, how: Loading, name: str) -> LanguageModel:
     """The wrapped model in `folder`, a path or hub name; `source` is the caller's word for it."""
-    few = how.quantization == AUTO
+    packs = how.backend != "eager"
     with explained(source, name):
-        model = _read(folder, replace(how, quantization=None) if few else how, name)
-        if how.dtype == AUTO and how.quantization in (None, AUTO) and how.backend != "eager":
-            model = hearing(model)
-        if few and how.backend != "eager":
-            model = lightened(model, owned=True)
+        is_whole = packs and not _WHOLE & how.given.keys() and _computes_on_cpu(how)
+        weights = KeptWeights(folder, how) if is_whole else None
+        model = weights and weights.read(partial(_read, argument=name))
+        model = model or _read_fast(folder, how, name)
+        writing = weights and weights.writing(model)  # before other layers are packed, which costs little
     language = LanguageModel(model, backend=how.backend, exactness=how.exactness, owned=True)
+    if writing:
+        writing.start()
     if language.sees and not eyes(model):
         language.unread = partial(_eyes, source, folder, how, name, language)
     return language
+
+
+def _read_fast(folder: str, how: Loading, name: str) -> Any:
+    """The model of `_read`; speech and drafts in the numbers that are fastest here, unless the options name others."""
+    few, packs = how.quantization == AUTO, how.backend != "eager"
+    model = _read(folder, replace(how, quantization=None) if few else how, name)
+    if packs and how.dtype == AUTO and how.quantization in (None, AUTO):
+        model = hearing(model)
+    return lightened(model, owned=True) if packs and few else model
 
 
 def _eyes(source: str, folder: str, how: Loading, name: str, language: LanguageModel) -> dict[str, nn.Module]:
