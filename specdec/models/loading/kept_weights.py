@@ -18,7 +18,6 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -53,10 +52,10 @@ class KeptWeights:
     """
 
     def __init__(self, name: str, how: Loading) -> None:
-        self._name, self._how, self._began = name, how, perf_counter()
+        self._name, self._how, self._began, self._most = name, how, perf_counter(), _most()
         self.folder, self._source = None, ""
         with suppress(OSError, ValueError, SpecdecError, kept.Lack):  # what is wrong with a source, its load says
-            if _most() and kernels.available() and (source := _source(name, how)):
+            if self._most and kernels.available() and (source := _source(name, how)):
                 self._source = source
                 self.folder = _root() / hashlib.sha256(source.encode()).hexdigest()[:16]
 
@@ -84,22 +83,22 @@ class KeptWeights:
         if self.folder is None or not is_packed(model):
             return None
         try:
-            packed, most = PackedFolder(model), _most()
+            packed = PackedFolder(model)
         except UnsupportedError as error:
             _log.debug("packed weights are not kept: %s", error)
             return None
         size = f"{packed.nbytes / 2**30:.1f} GiB"
-        if packed.nbytes > most:
-            _log.info("packed weights are not kept: they take %s, and %s allows %.1f", size, _BYTES, most / 2**30)
-        if not _LEAST <= packed.nbytes <= most:
+        if packed.nbytes > self._most:
+            _log.info("packed weights are not kept: they take %s, and %s allows %.1f", size, _BYTES, self._most / 2**30)
+        if not _LEAST <= packed.nbytes <= self._most:
             return None
         told = (
             "packed weights (%s) are written to %s meanwhile: the next load reads them, instead of packing for %.1f s"
         )
         _log.info(told, size, self.folder, perf_counter() - self._began)
-        return threading.Thread(target=self._write, args=(packed, most), name="specdec-packed", daemon=False)
+        return threading.Thread(target=self._write, args=(packed,), name="specdec-packed", daemon=False)
 
-    def _write(self, packed: PackedFolder, most: int) -> None:
+    def _write(self, packed: PackedFolder) -> None:
         assert self.folder is not None
         with suppress(AttributeError, OSError):  # not on Linux
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
@@ -107,7 +106,7 @@ class KeptWeights:
             with kept.alone(self.folder.with_suffix(".lock"), _FOLDER):
                 if not (self.folder / _MARK).exists():  # of another process
                     self._put(packed)
-            kept.make_room(self.folder, _MARK, most, _FOLDER)
+            kept.make_room(self.folder, _MARK, self._most, _FOLDER)
         except (kept.Lack, OSError, SpecdecError) as error:
             _log.info("packed weights are not kept: %s", error)
 
@@ -139,17 +138,12 @@ def packed_weights() -> str:
 
 
 def _most() -> int:
-    """Bytes that all folders may take; 0 if the variable is no number, which is told once."""
+    """Bytes that all folders may take; 0 if the variable is no number, which the log says."""
     try:
         return kept.number(_BYTES, _MOST)
     except UnsupportedError as error:
-        _warn(str(error))
+        _log.warning("packed weights are not kept: %s", error)
         return 0
-
-
-@cache
-def _warn(reason: str) -> None:
-    _log.warning("packed weights are not kept: %s", reason)
 
 
 def _root() -> Path:

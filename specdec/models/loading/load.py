@@ -241,8 +241,8 @@ def _read_gguf(name: str, how: Loading) -> Any:
     """The model of a GGUF file, on its devices."""
     file = GgufFile(name, str(how.gguf_file), how.revision)
     dtype = _numbers(how, file.config, Quantizer())["dtype"]
-    packs = how.backend != "eager" and _computes_on_cpu(how)
-    model = file.read(file.dtype if dtype == "auto" else dtype, packs=packs, rounds=how.activations != "float")
+    dtype = file.dtype if dtype == "auto" else dtype
+    model = file.read(dtype, packs=_packs(how, dtype), rounds=how.activations != "float")
     to_devices(model, how)
     return model.eval()
 
@@ -250,13 +250,16 @@ def _read_gguf(name: str, how: Loading) -> Any:
 def _read_packed(name: str, config: Any, how: Loading) -> Any:
     """The model of a packed folder, on its devices."""
     refuse_rounding(name, "packed", how)
-    packs = how.backend != "eager" and _computes_on_cpu(how) and kernels.available()
-    dtype = None if how.dtype == "auto" else _numbers(how, config, Quantizer())["dtype"]
-    packs = packs and (dtype or config.dtype) in kernels.FLOATS.values()
-    rounds = how.activations != "float"
+    dtype = config.dtype if how.dtype == "auto" else _numbers(how, config, Quantizer())["dtype"]
+    packs, rounds = _packs(how, dtype), how.activations != "float"
     model = read_packed(name, config, dtype, revision=how.revision, packs=packs, rounds=rounds)
     to_devices(model, how)
     return model.eval()
+
+
+def _packs(how: Loading, dtype: torch.dtype) -> bool:
+    """Whether layers of few bits are packed, in a model that computes in this dtype."""
+    return how.backend != "eager" and _computes_on_cpu(how) and dtype in kernels.FLOATS.values() and kernels.available()
 
 
 def save_loaded(source: str, folder: Path, how: Loading) -> None:

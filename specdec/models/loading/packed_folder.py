@@ -6,8 +6,7 @@ Its config says `"quantization_config": {"quant_method": "specdec"}`. The tensor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from copy import copy
 from functools import partial
 from pathlib import Path
@@ -73,20 +72,11 @@ def save_packed(model: Any, folder: Path) -> None:
     cannot be written to, and UnsupportedError as `PackedFolder` does.
     """
     packed = PackedFolder(model)
-    with _written(folder):
-        if is_packed(model):
-            packed.write(folder)
-        else:
-            model.save_pretrained(folder)
-
-
-@contextmanager
-def _written(folder: Path) -> Iterator[None]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):
             raise OptionError.of("folder", "a folder that is new or empty", str(folder), "name another one")
-        yield
+        (packed.write if is_packed(model) else model.save_pretrained)(folder)
     except OSError as error:
         raise OptionError.of("folder", "a folder with room for the model", str(folder), str(error)) from error
 
@@ -130,16 +120,14 @@ def is_packed_folder(config: Any) -> bool:
 
 
 @torch.no_grad()
-def read_packed(
-    name: str, config: Any, dtype: torch.dtype | None, *, revision: str | None, packs: bool, rounds: bool
-) -> Any:
+def read_packed(name: str, config: Any, dtype: torch.dtype, *, revision: str | None, packs: bool, rounds: bool) -> Any:
     """The model of a packed folder in host memory; its layers are packed, or floats unless it `packs`.
 
     `dtype` replaces the stored one. Raises LoadError for tensors that are missing or of another size.
     """
     likely = config.quantization_config.get("likely", 0)
     del config.quantization_config
-    stored, config.dtype = config.dtype, dtype or config.dtype
+    stored, config.dtype = config.dtype, dtype
     model = empty_model(config, config.dtype)
     model.tie_weights()
     packed, names = dict[str, kernels.PackedLinear](), sharing(model)
