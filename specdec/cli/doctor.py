@@ -95,7 +95,7 @@ def machine() -> Iterator[Finding]:
 
 def installation() -> Iterator[Finding]:
     from specdec import kernels
-    from specdec.models import compiled_code
+    from specdec.models import compiled_code, packed_weights
 
     needed = [Requirement(text) for text in _requirements()]
     core = [one for one in needed if one.marker is None]
@@ -111,6 +111,7 @@ def installation() -> Iterator[Finding]:
     if missing is None:
         yield Finding("installation", "kernels", f"of our own, built for this processor in {kernels.folder()}")
         yield Finding("installation", "compiled code", compiled_code(), "note")
+        yield Finding("installation", "packed weights", packed_weights(), "note")
     else:
         text = f"none, so passes stay torch's: {missing.reason}"
         yield Finding("installation", "kernels", text, "bad", missing.way_out or None)

@@ -1,14 +1,17 @@
-"""Files that outlive a process: in which folder, moved into place atomically, and verified before they are loaded."""
+"""Files that outlive a process: in which folder, how many, moved into place atomically, verified before use."""
 
 from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
+
+from specdec.errors import UnsupportedError
 
 _DAY = 24 * 3600  # seconds until what failed is tried again, as libraries may have been repaired
 
@@ -86,6 +89,33 @@ def unwritable(folder: Path, variable: str, error: OSError) -> Lack:
     """A Lack for `error`, raised by writing to the folder that environment `variable` names."""
     why = error.strerror or str(error)
     return Lack(f"{folder} cannot be written to ({why})", f"change that, or name another folder in {variable}")
+
+
+def number(variable: str, default: int, unit: str = "bytes") -> int:
+    """The number that an environment variable sets; raises UnsupportedError if that is none."""
+    named = os.environ.get(variable) or str(default)
+    if not named.isdecimal():
+        raise UnsupportedError(f"{variable} must be a number of {unit}, got {named!r}: correct or unset it")
+    return int(named)
+
+
+def size(folder: Path) -> int:
+    """The bytes of all files in a folder."""
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+def make_room(new: Path, mark: str, most: int, variable: str) -> None:
+    """Deletes folders beside `new` whose file `mark` is the oldest, until all take `most` bytes; never `new` itself.
+
+    Folders without that file are not ours, and a folder whose lock (`alone`) is held stays.
+    """
+    used = {path.parent: path.stat().st_mtime for path in new.parent.glob(f"*/{mark}")}
+    sizes = {folder: size(folder) for folder in used}
+    surplus = sum(sizes.values()) - most
+    for folder in sorted(set(used) - {new}, key=lambda one: used[one]):
+        if surplus > 0 and not is_held(folder.with_suffix(".lock"), variable):
+            shutil.rmtree(folder, ignore_errors=True)
+            surplus -= sizes[folder]
 
 
 def _digest(path: Path) -> str:

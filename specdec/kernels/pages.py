@@ -6,6 +6,7 @@ import ctypes
 import mmap
 from contextlib import suppress
 from functools import cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,12 @@ def in_huge_pages(tensor: Tensor) -> Tensor:
 
 
 def joined(parts: list[Tensor]) -> Tensor:
-    """The tensors one behind the other along their first dimension, in huge pages."""
+    """The tensors one behind the other along their first dimension, in huge pages; uncopied if they lie so already."""
+    first = parts[0]
+    ends = accumulate((part.nbytes for part in parts), initial=first.data_ptr())
+    storages = {part.untyped_storage().data_ptr() for part in parts}
+    if len(storages) == 1 and all(part.data_ptr() == end for part, end in zip(parts, ends, strict=False)):
+        return first.as_strided((sum(map(len, parts)), *first.shape[1:]), first.stride())
     whole = empty((sum(map(len, parts)), *parts[0].shape[1:]), parts[0].dtype)
     return torch.cat(parts, out=whole)
 

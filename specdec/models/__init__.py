@@ -10,6 +10,7 @@ from specdec.models.cache.buffers import free_bytes, prefix_bytes
 from specdec.models.encoding import EncoderOutput, Encoding
 from specdec.models.hf.model_state import plain_modes
 from specdec.models.language_model import LanguageModel
+from specdec.models.loading.kept_weights import packed_weights
 from specdec.models.loading.load import check_source, load_model, unwrapped
 from specdec.models.pictures import NAMES as PICTURES
 from specdec.models.pictures import needs_eyes, place_tokens, read_pictures, sees_alike
@@ -27,6 +28,7 @@ __all__ = [
     "free_bytes",
     "load_model",
     "needs_eyes",
+    "packed_weights",
     "place_tokens",
     "plain_modes",
     "prefix_bytes",

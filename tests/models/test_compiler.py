@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from specdec import LanguageModel, SpecGenerator
 from specdec.errors import OptionError
-from specdec.kernels.kept import alone, put
+from specdec.kernels.kept import alone, make_room, put
 from specdec.models.backends import compiled as compiled_module
 from specdec.models.backends import compiler as compiler_module
 from specdec.models.backends import packed_layers
@@ -174,7 +174,7 @@ def test_a_cache_that_cannot_be_written_to(
     )
 
 
-def test_old_code_is_deleted(cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_old_code_is_deleted(cache: Path, tmp_path: Path) -> None:
     """What was not loaded for the longest time goes first; the new code stays, and what another process compiles."""
     codes = [KeptCode(name) for name in ("first", "second", "third", "busy", "new")]
     for age, code in enumerate(reversed(codes)):
@@ -186,12 +186,10 @@ def test_old_code_is_deleted(cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_p
     (others := codes[0].folder.parent / "photos").mkdir()
     (others / "file").write_bytes(bytes(10**6))  # of somebody who named this folder; it was deleted
     codes[0].check()  # as loading does
-    monkeypatch.setenv("SPECDEC_COMPILED_BYTES", "7000")
     with codes[3].alone():
-        compiler_module._make_room(codes[4].folder)
+        make_room(codes[4].folder, codes[4].code.name, 7000, "SPECDEC_COMPILED")
         assert [code.exists for code in codes] == [True, False, False, True, True]
-        monkeypatch.setenv("SPECDEC_COMPILED_BYTES", "1")
-        compiler_module._make_room(codes[4].folder)
+        make_room(codes[4].folder, codes[4].code.name, 1, "SPECDEC_COMPILED")
     assert [code.exists for code in codes] == [False, False, False, True, True]
     assert (others / "file").exists()
 

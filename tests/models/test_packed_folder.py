@@ -162,3 +162,15 @@ def test_broken_folders(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(UnsupportedError, match="was packed in version 2 of the layout, and 1 is read"):
         load_model(str(folder))
+
+
+def test_layers_that_are_joined_lie_side_by_side(tmp_path: Path) -> None:
+    """Joining the layers of a packed folder copied all of them once more, in every load."""
+    folder = packed(saved("llama", tmp_path / "a", intermediate_size=64), tmp_path / "b", quantization="int8-weight")
+    mlp = load_model(folder, Loading(backend="packed")).model.model.layers[0].mlp
+    layers, x = [mlp.gate_proj, mlp.up_proj], torch.ones(3, mlp.gate_proj.inputs)
+    expected = torch.cat([layer(x) for layer in layers], -1)
+    address = layers[0].packed.data_ptr()
+    joined = kernels.PackedLinear.join(layers)
+    assert joined.packed.data_ptr() == layers[0].packed.data_ptr() == address
+    assert torch.equal(joined(x), expected)

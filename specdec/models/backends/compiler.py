@@ -128,8 +128,8 @@ class KeptCode:
 
         Raises Lack, OSError, and UnsupportedError if there is too little memory.
         """
-        _number(_BYTES, _MOST)
-        limits = [_number(_LIMIT, _SECONDS), _needed(model)]
+        kept.number(_BYTES, _MOST)
+        limits = [kept.number(_LIMIT, _SECONDS, "seconds"), _needed(model)]
         program = kernels.compiler()
         self.folder.mkdir(exist_ok=True)
         self._failed.unlink(missing_ok=True)
@@ -169,7 +169,7 @@ class KeptCode:
             for file in (self.calls, self.code):
                 kept.put(folder / file.name, file)
             with suppress(OSError):  # files of a compiler that has just begun
-                _make_room(self.folder)
+                kept.make_room(self.folder, _CODE, kept.number(_BYTES, _MOST), _FOLDER)
         except Exception:
             self.fail(_explained(traceback.format_exc()))
         finally:
@@ -289,15 +289,6 @@ def _lock(folder: Path) -> Path:
     return folder.with_suffix(".lock")
 
 
-def _number(variable: str, default: int) -> int:
-    """The number that an environment variable sets; raises UnsupportedError if that is none."""
-    named = os.environ.get(variable) or str(default)
-    if not named.isdecimal():
-        what = "bytes" if variable == _BYTES else "seconds"
-        raise UnsupportedError(f"{variable} must be a number of {what}, got {named!r}: correct or unset it")
-    return int(named)
-
-
 def _needed(model: RaggedModel) -> int:
     """Bytes that a model's compiler takes at most; raises UnsupportedError if they are not free."""
     needed, free = _MEMORY[0] + _MEMORY[1] * len(model.widths), free_bytes(torch.device("cpu"))
@@ -326,18 +317,6 @@ def _watch(folder: Path, seconds: int, most: int) -> None:
     KeptCode(folder.parent.name).fail(f"compiling took more than {reason}")
     shutil.rmtree(folder, ignore_errors=True)
     os.killpg(0, signal.SIGKILL)
-
-
-def _make_room(new: Path) -> None:
-    """Deletes the code that was not loaded for the longest time, until all fits into the limit; never the `new` one."""
-    folders = [folder for folder in new.parent.iterdir() if (folder / _CODE).exists()]  # others are not ours
-    sizes = {one: sum(file.stat().st_size for file in one.rglob("*") if file.is_file()) for one in folders}
-    used = {one: (one / _CODE).stat().st_mtime for one in folders}
-    surplus = sum(sizes.values()) - _number(_BYTES, _MOST)
-    for folder in sorted(set(folders) - {new}, key=lambda one: used[one]):
-        if surplus > 0 and not kept.is_held(_lock(folder), _FOLDER):
-            shutil.rmtree(folder, ignore_errors=True)
-            surplus -= sizes[folder]
 
 
 def _compile(folder: Path) -> None:

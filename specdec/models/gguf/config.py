@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import transformers
@@ -14,17 +14,6 @@ from specdec.models.gguf.end_tokens import special_ids
 from specdec.models.gguf.header import Header
 from specdec.models.gguf.reader import GgufReader
 from specdec.models.gguf.rope import rope_parameters
-
-
-class Architecture(NamedTuple):
-    """Classes of transformers and the fields of their config beside those of every architecture.
-
-    `config` is a function of the header and the common fields, which it may change; it returns the class's name
-    without "Config" if the file decides on that.
-    """
-
-    name: str
-    config: Callable[[Header, dict[str, Any]], str | None]
 
 
 def read_config(reader: GgufReader) -> Any:
@@ -39,9 +28,10 @@ def read_config(reader: GgufReader) -> Any:
             f"{reader.path} has the architecture {header.architecture}, and {', '.join(sorted(ARCHITECTURES))} are "
             "read: use the checkpoint in safetensors that it was made of"
         )
-    name, special = ARCHITECTURES[header.architecture]
+    name, steps = ARCHITECTURES[header.architecture]
     fields = _common(header)
-    name = special(header, fields) or name
+    for step in steps:
+        name = step(header, fields) or name
     header.check()
     config = getattr(transformers, f"{name}Config")(**fields)
     config.architectures = [f"{name.removesuffix('Text')}ForCausalLM"]
@@ -98,15 +88,36 @@ def _parts_of_heads(header: Header, fields: dict[str, Any]) -> None:
     fields["rope_parameters"] = rope_parameters(header) | {"partial_rotary_factor": share}
 
 
+def _one_base(header: Header, fields: dict[str, Any]) -> None:
+    base = fields["rope_parameters"]["rope_theta"]
+    if (slides := header.get("rope.freq_base_swa", base)) != base:
+        raise header.refused("rope.freq_base_swa", slides, f"all layers turn with the base {base}")
+
+
+def _two_bases(header: Header, fields: dict[str, Any], base: float) -> None:
+    """Rope parameters where layers that see a window turn with another base, by default this one, and unscaled."""
+    slides = {"rope_type": "default", "rope_theta": float(header.get("rope.freq_base_swa", base))}
+    fields["rope_parameters"] = {"full_attention": fields["rope_parameters"], "sliding_attention": slides}
+
+
 def _biases(header: Header, fields: dict[str, Any]) -> None:
     fields["attention_bias"] = any(_has(header, f"attn_{which}.bias") for which in ("q", "qkv", "output"))
+
+
+def _wide_biases(header: Header, fields: dict[str, Any]) -> None:
+    _biases(header, fields)
+    fields["mlp_bias"] = _has(header, "ffn_up.bias")
 
 
 def _has(header: Header, part: str) -> bool:
     return header.tensor(f"blk.0.{part}") is not None
 
 
-def _window(header: Header, fields: dict[str, Any], every: int, default: int | None = None) -> None:
+def _window(header: Header, fields: dict[str, Any]) -> None:
+    fields["sliding_window"] = header.get("attention.sliding_window") or None
+
+
+def _windows(header: Header, fields: dict[str, Any], every: int, default: int | None = None) -> None:
     """Layers that see a window, and each `every`th that sees all."""
     fields["sliding_window"] = header.get("attention.sliding_window", default) or None
     pattern, layers = header.get("attention.sliding_window_pattern", every), fields["num_hidden_layers"]
@@ -117,29 +128,15 @@ def _window(header: Header, fields: dict[str, Any], every: int, default: int | N
 
 
 def _llama(header: Header, fields: dict[str, Any]) -> str | None:
-    _rms(header, fields)
-    _whole_heads(header, fields)
-    window = header.get("attention.sliding_window") or None
     if header.get("expert_count"):
         _experts(header, fields, "num_local_experts")
-        fields |= {"sliding_window": window, "intermediate_size": fields.pop("moe_intermediate_size")}
+        _window(header, fields)
         return "Mixtral"
-    if window is not None:
-        fields["sliding_window"] = window
+    if header.get("attention.sliding_window"):
+        _window(header, fields)
         return "Mistral"
-    _biases(header, fields)
-    fields["mlp_bias"] = _has(header, "ffn_up.bias")
+    _wide_biases(header, fields)
     return None
-
-
-def _qwen2(header: Header, fields: dict[str, Any]) -> None:
-    _rms(header, fields)
-    _whole_heads(header, fields)
-
-
-def _qwen3(header: Header, fields: dict[str, Any]) -> None:
-    _qwen2(header, fields)
-    _biases(header, fields)
 
 
 def _experts(header: Header, fields: dict[str, Any], count: str = "num_experts") -> None:
@@ -149,13 +146,12 @@ def _experts(header: Header, fields: dict[str, Any], count: str = "num_experts")
     down = header.tensor("blk.0.ffn_down_exps.weight")
     if down is None:
         raise header.refused("expert_count", fields[count], "the file has no tensor ffn_down_exps of all experts")
-    fields["moe_intermediate_size"] = int(down.shape[0])
+    fields["moe_intermediate_size" if count == "num_experts" else "intermediate_size"] = int(down.shape[0])
     if (gate := header.get("expert_gating_func", 1)) not in (0, 1):
         raise header.refused("expert_gating_func", gate, "only 1, a softmax over all experts, is computed")
 
 
 def _qwen2moe(header: Header, fields: dict[str, Any]) -> None:
-    _qwen2(header, fields)
     _experts(header, fields)
     header.get("expert_shared_feed_forward_length")
     shared = header.tensor("blk.0.ffn_down_shexp.weight")
@@ -164,14 +160,11 @@ def _qwen2moe(header: Header, fields: dict[str, Any]) -> None:
 
 
 def _qwen3moe(header: Header, fields: dict[str, Any]) -> None:
-    _qwen3(header, fields)
     _experts(header, fields)
     fields["norm_topk_prob"] = bool(header.get("expert_weights_norm", True))
 
 
 def _gemma(header: Header, fields: dict[str, Any], layers_of_27b: int) -> None:
-    _rms(header, fields)
-    _biases(header, fields)
     largest = fields["num_hidden_layers"] == layers_of_27b
     width = fields["hidden_size"] // fields["num_attention_heads"] if largest else fields["head_dim"]
     fields["query_pre_attn_scalar"] = width
@@ -179,46 +172,31 @@ def _gemma(header: Header, fields: dict[str, Any], layers_of_27b: int) -> None:
 
 def _gemma2(header: Header, fields: dict[str, Any]) -> None:
     _gemma(header, fields, layers_of_27b=46)
-    _whole_heads(header, fields)
-    _window(header, fields, every=2, default=4096)
-    _one_base(header, fields)
+    _windows(header, fields, every=2, default=4096)
     fields["attn_logit_softcapping"] = float(header.get("attn_logit_softcapping", 50.0)) or None
     fields["final_logit_softcapping"] = float(header.get("final_logit_softcapping", 30.0)) or None
 
 
 def _gemma3(header: Header, fields: dict[str, Any]) -> None:
     _gemma(header, fields, layers_of_27b=62)
-    _whole_heads(header, fields)
-    _window(header, fields, every=6)
-    slides = {"rope_type": "default", "rope_theta": float(header.get("rope.freq_base_swa", 10000.0))}
-    fields["rope_parameters"] = {"full_attention": fields["rope_parameters"], "sliding_attention": slides}
+    _windows(header, fields, every=6)
+    _two_bases(header, fields, 10000.0)
     fields["final_logit_softcapping"] = float(header.get("final_logit_softcapping", 0.0)) or None
 
 
 def _phi3(header: Header, fields: dict[str, Any]) -> None:
-    _rms(header, fields)
-    _parts_of_heads(header, fields)
     original = fields["rope_parameters"].get("original_max_position_embeddings")
     fields["original_max_position_embeddings"] = original or fields["max_position_embeddings"]
-    fields["sliding_window"] = header.get("attention.sliding_window") or None
 
 
 def _smollm3(header: Header, fields: dict[str, Any]) -> None:
-    _rms(header, fields)
-    _whole_heads(header, fields)
-    _biases(header, fields)
-    fields["mlp_bias"] = _has(header, "ffn_up.bias")
     fields["no_rope_layers"] = [int((layer + 1) % 4 != 0) for layer in range(fields["num_hidden_layers"])]
 
 
 def _granite(header: Header, fields: dict[str, Any]) -> None:
-    _rms(header, fields)
-    _whole_heads(header, fields)
-    _biases(header, fields)
     if header.get("rope.scaling.finetuned") is False:  # here a switch for all turning
         raise header.refused("rope.scaling.finetuned", False, "Granite without rotary positions is not computed")
     fields |= {
-        "mlp_bias": _has(header, "ffn_up.bias"),
         "attention_multiplier": float(header.get("attention.scale") or 1 / math.sqrt(fields["head_dim"])),
         "embedding_multiplier": float(header.get("embedding_scale") or 1.0),
         "residual_multiplier": float(header.get("residual_scale") or 1.0),
@@ -227,27 +205,19 @@ def _granite(header: Header, fields: dict[str, Any]) -> None:
 
 
 def _olmo2(header: Header, fields: dict[str, Any]) -> str | None:
-    _rms(header, fields)
-    _whole_heads(header, fields)
-    _biases(header, fields)
-    _window(header, fields, every=4)
+    _windows(header, fields, every=4)
     if fields["sliding_window"] is None:
         del fields["sliding_window"], fields["layer_types"]
         return None
-    full = fields["rope_parameters"]
-    slides = {"rope_type": "default", "rope_theta": float(header.get("rope.freq_base_swa", full["rope_theta"]))}
-    fields["rope_parameters"] = {"full_attention": full, "sliding_attention": slides}
+    _two_bases(header, fields, fields["rope_parameters"]["rope_theta"])
     return "Olmo3"
 
 
 def _starcoder2(header: Header, fields: dict[str, Any]) -> None:
-    _whole_heads(header, fields)
     fields |= {"norm_epsilon": float(header.need("attention.layer_norm_epsilon")), "use_bias": True}
-    fields["sliding_window"] = header.get("attention.sliding_window") or None
 
 
 def _stablelm(header: Header, fields: dict[str, Any]) -> None:
-    _parts_of_heads(header, fields)
     header.get("use_parallel_residual")  # a second norm's absence says it, in llama.cpp too
     fields |= {
         "layer_norm_eps": float(header.need("attention.layer_norm_epsilon")),
@@ -258,8 +228,6 @@ def _stablelm(header: Header, fields: dict[str, Any]) -> None:
 
 
 def _command_r(header: Header, fields: dict[str, Any]) -> None:
-    _whole_heads(header, fields)
-    _biases(header, fields)
     fields |= {
         "layer_norm_eps": float(header.need("attention.layer_norm_epsilon")),
         "logit_scale": float(header.get("logit_scale") or 1.0),
@@ -268,37 +236,29 @@ def _command_r(header: Header, fields: dict[str, Any]) -> None:
 
 
 def _gpt_oss(header: Header, fields: dict[str, Any]) -> None:
-    _rms(header, fields)
-    _whole_heads(header, fields)
-    _window(header, fields, every=2)
-    _one_base(header, fields)
+    _windows(header, fields, every=2)
     _experts(header, fields, "num_local_experts")
-    fields["intermediate_size"] = fields.pop("moe_intermediate_size")
     if fields["rope_parameters"]["rope_type"] == "yarn":
         fields["rope_parameters"]["truncate"] = False  # as it was trained; no key says it
 
 
-def _one_base(header: Header, fields: dict[str, Any]) -> None:
-    base = fields["rope_parameters"]["rope_theta"]
-    if (slides := header.get("rope.freq_base_swa", base)) != base:
-        raise header.refused("rope.freq_base_swa", slides, f"all layers turn with the base {base}")
-
-
-ARCHITECTURES = {
-    "command-r": Architecture("Cohere", _command_r),
-    "gemma2": Architecture("Gemma2", _gemma2),
-    "gemma3": Architecture("Gemma3Text", _gemma3),
-    "gpt-oss": Architecture("GptOss", _gpt_oss),
-    "granite": Architecture("Granite", _granite),
-    "llama": Architecture("Llama", _llama),
-    "olmo2": Architecture("Olmo2", _olmo2),
-    "phi3": Architecture("Phi3", _phi3),
-    "qwen2": Architecture("Qwen2", _qwen2),
-    "qwen2moe": Architecture("Qwen2Moe", _qwen2moe),
-    "qwen3": Architecture("Qwen3", _qwen3),
-    "qwen3moe": Architecture("Qwen3Moe", _qwen3moe),
-    "smollm3": Architecture("SmolLM3", _smollm3),
-    "stablelm": Architecture("StableLm", _stablelm),
-    "starcoder2": Architecture("Starcoder2", _starcoder2),
+Step = Callable[[Header, dict[str, Any]], str | None]
+ARCHITECTURES: dict[str, tuple[str, tuple[Step, ...]]] = {
+    "command-r": ("Cohere", (_whole_heads, _biases, _command_r)),
+    "gemma2": ("Gemma2", (_rms, _biases, _whole_heads, _one_base, _gemma2)),
+    "gemma3": ("Gemma3Text", (_rms, _biases, _whole_heads, _gemma3)),
+    "gpt-oss": ("GptOss", (_rms, _whole_heads, _one_base, _gpt_oss)),
+    "granite": ("Granite", (_rms, _whole_heads, _wide_biases, _granite)),
+    "llama": ("Llama", (_rms, _whole_heads, _llama)),
+    "olmo2": ("Olmo2", (_rms, _whole_heads, _biases, _olmo2)),
+    "phi3": ("Phi3", (_rms, _parts_of_heads, _window, _phi3)),
+    "qwen2": ("Qwen2", (_rms, _whole_heads)),
+    "qwen2moe": ("Qwen2Moe", (_rms, _whole_heads, _qwen2moe)),
+    "qwen3": ("Qwen3", (_rms, _whole_heads, _biases)),
+    "qwen3moe": ("Qwen3Moe", (_rms, _whole_heads, _biases, _qwen3moe)),
+    "smollm3": ("SmolLM3", (_rms, _whole_heads, _wide_biases, _smollm3)),
+    "stablelm": ("StableLm", (_parts_of_heads, _stablelm)),
+    "starcoder2": ("Starcoder2", (_whole_heads, _window, _starcoder2)),
 }
-"""What is read here, by the name in the file."""
+"""What is read here, by the name in the file: a class of transformers, and what sets the fields of its config beside
+those of every architecture; a step that returns a name chooses another class."""

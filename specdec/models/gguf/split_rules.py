@@ -107,105 +107,62 @@ _CAPITALS = _cased(r"\p{L}", _THREE, rf"{_CONTRACTION}?")
 _DEEPSEEK3 = (_THREE, _KANA, rf"{_PAIRED}[\r\n]*|{_LINES}")
 _KIMI = (rf"[{_HAN}]+|{_FIRST}[\p{{L}}&&[^{_HAN}]]+{_CONTRACTION}?|{_THREE}|{_SIGNS}[\r\n]*|{_LINES}",)
 _LINE = r"[^\n]+|\n+"
-
-
-def _each(rule: SplitRule, *names: str) -> dict[str, SplitRule]:
-    return dict.fromkeys(names, rule)
+_QWEN35 = rf"{_CONTRACTION}|{_FIRST}[\p{{L}}\p{{M}}]+|{_ONE}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_LINES}"
+_BAILING = (
+    r"'(?:[sSdDmMtT]|[lL][lL]|[vV][eE]|[rR][eE])|"
+    rf"{_WORD}|{_ONE}|{_SIGNS}[\r\n]*|\s*[\r\n]|{_BLANKS}"
+)
+_EXAONE = (
+    rf"{_CONTRACTION}|{_FIRST}(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+|{_ONE}|"
+    rf"{_SIGNS}[\r\n/]?|\s*[\r\n]|{_BLANKS}"
+)
+_RUNS = "|".join(rf"\s{{{count}}}(?!\S)" for count in ("512", "256", "128", "64", "32", "16", "8", "4", "1,2"))
+_JAIS2 = rf"{_CONTRACTION}|{_WORD}|{_THREE}|{_SIGNS}[\r\n]*|\s*[\r\n]+|{_RUNS}|\s"
+_CHAMELEON = "<sentinel:[0-9]+>", "IMGIMG[A-I]{1,4}Z", r"[\t\n]|    |  ", _ONE, r"[\p{P}!-/:-@\[-`{-~]", _GPT2
 
 
 _TABLE = (
-    _each(SplitRule((_FALCON_SIGNS.replace("`", ""), _GPT2, _ALL, "[0-9][0-9][0-9]")), "default"),
-    _each(
+    (SplitRule((_FALCON_SIGNS.replace("`", ""), _GPT2, _ALL, "[0-9][0-9][0-9]")), "default"),
+    (
         SplitRule((_GPT2,)),
-        *("a.x-4.0", "exaone4", "gigachat", "gpt-2", "granite-docling", "jais", "jina-de", "jina-es", "jina-v1-en"),
-        *("jina-v2-code", "jina-v2-de", "jina-v2-es", "mellum", "modern-bert", "mpt", "olmo", "phi-2", "roberta-bpe"),
-        "trillion",
+        "a.x-4.0 exaone4 gigachat gpt-2 granite-docling jais jina-de jina-es jina-v1-en jina-v2-code jina-v2-de "
+        "jina-v2-es mellum modern-bert mpt olmo phi-2 roberta-bpe trillion",
     ),
-    _each(
-        SplitRule((_ONE, _GPT2)),
-        *("codeshell", "command-r", "exaone", "mellum2", "minerva-7b", "refact", "smollm", "starcoder"),
-    ),
-    _each(
+    (SplitRule((_ONE, _GPT2)), "codeshell command-r exaone mellum2 minerva-7b refact smollm starcoder"),
+    (
         SplitRule((_words(_THREE),), whole_words=True, add_bos=True),
-        *("falcon-h1", "falcon3", "jina-v5-nano", "lfm2", "llama-bpe", "llama-v3", "llama3", "midm-2.0", "pixtral"),
+        "falcon-h1 falcon3 jina-v5-nano lfm2 llama-bpe llama-v3 llama3 midm-2.0 pixtral",
     ),
-    _each(SplitRule((_words(_THREE),)), "chatglm-bpe", "dbrx", "smaug-bpe"),
-    _each(SplitRule((_words(_THREE),), whole_words=True), "glm4", "glm5"),
-    _each(SplitRule((_THREE, _words(_ALL)), whole_words=True), "minicpm5"),
-    _each(
-        SplitRule((_words(_ONE),)),
-        *("deepseek-r1-qwen", "f2llmv2", "grok-2", "hunyuan", "kormo", "megrez", "qwen2", "solar-open", "stablelm2"),
-    ),
-    _each(SplitRule((_LINE, _words(_ONE))), "laguna"),
-    _each(SplitRule((_words(_ONE, contraction=""),)), "ufakzeka"),
-    _each(SplitRule((_words(_ONE, signs=r" ?[^\s\p{L}\p{N}\r\n]+"),)), "seed-coder"),
-    _each(
-        SplitRule((rf"{_CONTRACTION}|{_FIRST}[\p{{L}}\p{{M}}]+|{_ONE}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_LINES}",)),
-        "qwen35",
-    ),
-    _each(
-        SplitRule(
-            (
-                r"'(?:[sSdDmMtT]|[lL][lL]|[vV][eE]|[rR][eE])|"
-                rf"{_WORD}|{_ONE}|{_SIGNS}[\r\n]*|\s*[\r\n]|{_BLANKS}",
-            )
-        ),
-        *("bailingmoe", "bailingmoe2", "llada-moe"),
-    ),
-    _each(
-        SplitRule(
-            (
-                rf"{_CONTRACTION}|{_FIRST}(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+|{_ONE}|"
-                rf"{_SIGNS}[\r\n/]?|\s*[\r\n]|{_BLANKS}",
-            )
-        ),
-        "exaone-moe",
-    ),
-    _each(
-        SplitRule(
-            (
-                rf"{_CONTRACTION}|{_WORD}|{_THREE}|{_SIGNS}[\r\n]*|\s*[\r\n]+|"
-                + "|".join(
-                    rf"\s{{{count}}}(?!\S)" for count in ("512", "256", "128", "64", "32", "16", "8", "4", "1,2")
-                )
-                + r"|\s",
-            )
-        ),
-        "jais-2",
-    ),
-    _each(SplitRule((_cased(r"\p{L}", _ONE),), whole_words=True, add_bos=True), "tekken"),
-    _each(SplitRule((_CAPITALS,)), "gpt-4o", "kanana2", "llama4", "minimax-m2", "talkie"),
-    _each(
-        SplitRule((_cased(r"\p{L}\p{M}", _THREE, rf"{_CONTRACTION}?"),), whole_words=True), "granite-embed-multi-97m"
-    ),
-    _each(SplitRule((_GROUPED, _uncased(_THREE))), "cohere2moe", "tiny_aya"),
-    _each(SplitRule((_YOUTU, _uncased(_ONE)), whole_words=True), "youtu"),
-    _each(SplitRule(_DEEPSEEK3), "deepseek-v3", "hunyuan-dense", "hy_v4", "joyai-llm"),
-    _each(SplitRule((_THREE, _KANA, rf"{_PAIRED}|[\r\n]|{_BLANKS}", _ONE)), "spark2_5"),
-    _each(SplitRule((_GROUPED, _ASIA, rf"{_PAIRED}[\r\n]*|{_LINES}")), "afmoe"),
-    _each(SplitRule(_KIMI), "kimi-k2"),
-    _each(
-        SplitRule((r"[\r\n]", rf"\s?[{_LATIN}]+", _DEEPSEEK_SIGNS, r"\s+\z", _HANGUL, _ALL)),
-        "deepseek-llm",
-    ),
-    _each(SplitRule((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _HANGUL, _ONE)), "deepseek-coder"),
-    _each(SplitRule((_FALCON_SIGNS, _GPT2, "[0-9][0-9][0-9]")), "falcon"),
-    _each(SplitRule((_BLOOM,)), "bloom", "gpt3-finnish", "poro-chat"),
-    _each(SplitRule((_BLOOM, _ONE)), "viking"),
-    _each(SplitRule((_ALL, r"(?=(?:[0-9]{3})+(?![0-9]))")), "superbpe"),
-    _each(
-        SplitRule(
-            (
-                *("<sentinel:[0-9]+>", "IMGIMG[A-I]{1,4}Z", r"[\t\n]|    |  ", _ONE),
-                *(r"[\p{P}!-/:-@\[-`{-~]", _GPT2),
-            ),
-            add_bos=True,
-        ),
-        "chameleon",
-    ),
-    _each(SplitRule((_LINE,), whole_words=True, add_bos=True, space="\u2581"), "gemma4", "granite-embed-multi-311m"),
-    _each(SplitRule((_LINE,), space="\u2581"), "sarvam-moe"),
-    _each(SplitRule((r"\S+",), space=" "), "whitespace"),
+    (SplitRule((_words(_THREE),)), "chatglm-bpe dbrx smaug-bpe"),
+    (SplitRule((_words(_THREE),), whole_words=True), "glm4 glm5"),
+    (SplitRule((_THREE, _words(_ALL)), whole_words=True), "minicpm5"),
+    (SplitRule((_words(_ONE),)), "deepseek-r1-qwen f2llmv2 grok-2 hunyuan kormo megrez qwen2 solar-open stablelm2"),
+    (SplitRule((_LINE, _words(_ONE))), "laguna"),
+    (SplitRule((_words(_ONE, contraction=""),)), "ufakzeka"),
+    (SplitRule((_words(_ONE, signs=r" ?[^\s\p{L}\p{N}\r\n]+"),)), "seed-coder"),
+    (SplitRule((_QWEN35,)), "qwen35"),
+    (SplitRule((_BAILING,)), "bailingmoe bailingmoe2 llada-moe"),
+    (SplitRule((_EXAONE,)), "exaone-moe"),
+    (SplitRule((_JAIS2,)), "jais-2"),
+    (SplitRule((_cased(r"\p{L}", _ONE),), whole_words=True, add_bos=True), "tekken"),
+    (SplitRule((_CAPITALS,)), "gpt-4o kanana2 llama4 minimax-m2 talkie"),
+    (SplitRule((_cased(r"\p{L}\p{M}", _THREE, rf"{_CONTRACTION}?"),), whole_words=True), "granite-embed-multi-97m"),
+    (SplitRule((_GROUPED, _uncased(_THREE))), "cohere2moe tiny_aya"),
+    (SplitRule((_YOUTU, _uncased(_ONE)), whole_words=True), "youtu"),
+    (SplitRule(_DEEPSEEK3), "deepseek-v3 hunyuan-dense hy_v4 joyai-llm"),
+    (SplitRule((_THREE, _KANA, rf"{_PAIRED}|[\r\n]|{_BLANKS}", _ONE)), "spark2_5"),
+    (SplitRule((_GROUPED, _ASIA, rf"{_PAIRED}[\r\n]*|{_LINES}")), "afmoe"),
+    (SplitRule(_KIMI), "kimi-k2"),
+    (SplitRule((r"[\r\n]", rf"\s?[{_LATIN}]+", _DEEPSEEK_SIGNS, r"\s+\z", _HANGUL, _ALL)), "deepseek-llm"),
+    (SplitRule((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _HANGUL, _ONE)), "deepseek-coder"),
+    (SplitRule((_FALCON_SIGNS, _GPT2, "[0-9][0-9][0-9]")), "falcon"),
+    (SplitRule((_BLOOM,)), "bloom gpt3-finnish poro-chat"),
+    (SplitRule((_BLOOM, _ONE)), "viking"),
+    (SplitRule((_ALL, r"(?=(?:[0-9]{3})+(?![0-9]))")), "superbpe"),
+    (SplitRule(_CHAMELEON, add_bos=True), "chameleon"),
+    (SplitRule((_LINE,), whole_words=True, add_bos=True, space="\u2581"), "gemma4 granite-embed-multi-311m"),
+    (SplitRule((_LINE,), space="\u2581"), "sarvam-moe"),
+    (SplitRule((r"\S+",), space=" "), "whitespace"),
 )
-RULES: dict[str, SplitRule] = {name: rule for rules in _TABLE for name, rule in rules.items()}
+RULES = {name: rule for rule, names in _TABLE for name in names.split()}
 """The rule of every value."""

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
-from specdec import kernels
 from specdec.errors import OptionError, UnsupportedError
 from specdec.models.gguf import GgufReader, read_config, read_model
 from specdec.models.gguf.end_tokens import special_ids
@@ -48,9 +47,8 @@ class GgufFile:
         self.config.dtype, self.config.name_or_path = self.dtype, folder
 
     def read(self, dtype: torch.dtype, *, packs: bool, rounds: bool) -> Any:
-        """The model in host memory, its blocks in packed layers if it `packs` and kernels know the dtype."""
+        """The model in host memory, its blocks in packed layers if it `packs`."""
         self.config.dtype = dtype
-        packs = packs and dtype in kernels.FLOATS.values() and kernels.available()
         model = read_model(self._reader, self.config, dtype, packs=packs, rounds=rounds)
         with suppress(OSError):  # beside a file there may be one
             model.generation_config = GenerationConfig.from_pretrained(self._folder, revision=self._revision)

@@ -36,6 +36,7 @@ from specdec.models.hf.load_errors import check_complete, check_folder, explaine
 from specdec.models.hf.private_api import class_of
 from specdec.models.language_model import LanguageModel
 from specdec.models.loading.gguf import GgufFile, located
+from specdec.models.loading.kept_weights import KeptWeights
 from specdec.models.loading.lighten import hearing, lightened
 from specdec.models.loading.packed_folder import is_packed_folder, read_packed, save_packed
 from specdec.models.loading.placement import (
@@ -137,18 +138,29 @@ def unwrapped(model: Any, name: str) -> Any:
 
 def _from_checkpoint(source: str, folder: str, how: Loading, name: str) -> LanguageModel:
     """The wrapped model in `folder`, a path or hub name; `source` is the caller's word for it."""
-    few, began = how.quantization == AUTO, perf_counter()
+    packs, began = how.backend != "eager", perf_counter()
     with explained(source, name):
-        model = _read(folder, replace(how, quantization=None) if few else how, name)
-        if how.dtype == AUTO and how.quantization in (None, AUTO) and how.backend != "eager":
-            model = hearing(model)
-        if few and how.backend != "eager":
-            model = lightened(model, owned=True)
+        is_whole = packs and not _WHOLE & how.given.keys() and _computes_on_cpu(how)
+        weights = KeptWeights(folder, how) if is_whole else None
+        model = weights and weights.read(partial(_read, argument=name))
+        model = model or _read_fast(folder, how, name)
+        writing = weights and weights.writing(model)  # before other layers are packed, which costs little
     language = LanguageModel(model, backend=how.backend, exactness=how.exactness, owned=True)
     language.loading_seconds = perf_counter() - began
+    if writing:
+        writing.start()
     if language.sees and not eyes(model):
         language.unread = partial(_eyes, source, folder, how, name, language)
     return language
+
+
+def _read_fast(folder: str, how: Loading, name: str) -> Any:
+    """The model of `_read`; speech and drafts in the numbers that are fastest here, unless the options name others."""
+    few, packs = how.quantization == AUTO, how.backend != "eager"
+    model = _read(folder, replace(how, quantization=None) if few else how, name)
+    if packs and how.dtype == AUTO and how.quantization in (None, AUTO):
+        model = hearing(model)
+    return lightened(model, owned=True) if packs and few else model
 
 
 def _eyes(source: str, folder: str, how: Loading, name: str, language: LanguageModel) -> dict[str, nn.Module]:
@@ -244,8 +256,8 @@ def _read_gguf(name: str, how: Loading) -> Any:
     """The model of a GGUF file, on its devices."""
     file = GgufFile(name, str(how.gguf_file), how.revision)
     dtype = _numbers(how, file.config, Quantizer())["dtype"]
-    packs = how.backend != "eager" and _computes_on_cpu(how)
-    model = file.read(file.dtype if dtype == "auto" else dtype, packs=packs, rounds=how.activations != "float")
+    dtype = file.dtype if dtype == "auto" else dtype
+    model = file.read(dtype, packs=_packs(how, dtype), rounds=how.activations != "float")
     to_devices(model, how)
     return model.eval()
 
@@ -253,13 +265,16 @@ def _read_gguf(name: str, how: Loading) -> Any:
 def _read_packed(name: str, config: Any, how: Loading) -> Any:
     """The model of a packed folder, on its devices."""
     refuse_rounding(name, "packed", how)
-    packs = how.backend != "eager" and _computes_on_cpu(how) and kernels.available()
-    dtype = None if how.dtype == "auto" else _numbers(how, config, Quantizer())["dtype"]
-    packs = packs and (dtype or config.dtype) in kernels.FLOATS.values()
-    rounds = how.activations != "float"
+    dtype = config.dtype if how.dtype == "auto" else _numbers(how, config, Quantizer())["dtype"]
+    packs, rounds = _packs(how, dtype), how.activations != "float"
     model = read_packed(name, config, dtype, revision=how.revision, packs=packs, rounds=rounds)
     to_devices(model, how)
     return model.eval()
+
+
+def _packs(how: Loading, dtype: torch.dtype) -> bool:
+    """Whether layers of few bits are packed, in a model that computes in this dtype."""
+    return how.backend != "eager" and _computes_on_cpu(how) and dtype in kernels.FLOATS.values() and kernels.available()
 
 
 def save_loaded(source: str, folder: Path, how: Loading) -> None:

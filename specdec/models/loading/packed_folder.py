@@ -6,16 +6,14 @@ Its config says `"quantization_config": {"quant_method": "specdec"}`. The tensor
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from copy import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import GenerationConfig
 from transformers.pytorch_utils import Conv1D
@@ -26,63 +24,92 @@ from specdec.models.backends.packed_layers import PackedEmbedding, is_packed, we
 from specdec.models.gguf import empty_model
 from specdec.models.gguf.weights import put_packed, sharing
 from specdec.models.hf.private_api import cached
-from specdec.models.loading.weight_files import read_tensors
+from specdec.models.loading.weight_files import read_tensors, write_tensors
 
-_METHOD, _VERSION = "specdec", 1  # of the layout
+METHOD = "specdec"
+_VERSION = 1  # of the layout
 _FILE = "model.safetensors"
 _KINDS = (kernels.PackedLinear, PackedEmbedding)
+
+
+class PackedFolder:
+    """What a packed folder holds of a model; its layers may be joined to larger ones before it is written.
+
+    Raises UnsupportedError for models and layers that `read_packed` cannot make.
+    """
+
+    def __init__(self, model: Any) -> None:
+        kind, config = type(model), copy(model.config)
+        odd = [type(part).__name__ for part in model.modules() if type(part).__module__.startswith("specdec.")]
+        odd = [one for one in odd if one not in {known.__name__ for known in _KINDS}]
+        is_known = getattr(transformers, kind.__name__, None) is kind
+        has_more = hasattr(config, "vision_config") or hasattr(config, "audio_config")
+        if odd or has_more or not is_known or getattr(model, "_hf_peft_config_loaded", False):
+            reason = f"has layers of the kind {odd[0]}" if odd else "has parts beside its text, or code of its own"
+            raise UnsupportedError(
+                f"{kind.__name__} {reason}, which packed folders do not hold: load the checkpoint as it is"
+            )
+        config.architectures, config.dtype = [kind.__name__], model.dtype  # speech changes it after loading
+        likely = getattr(model.get_output_embeddings(), "likely", 0)
+        config.quantization_config = {"quant_method": METHOD, "version": _VERSION, "likely": likely}
+        self._texts, defaults = {"config.json": config.to_json_string()}, model.generation_config
+        if defaults is not None:
+            self._texts["generation_config.json"] = defaults.to_json_string()
+        self._tensors = _tensors(model)
+        self.nbytes = sum(tensor().nbytes for tensor in self._tensors.values())
+
+    def write(self, folder: Path) -> None:
+        """Writes all files into a folder; raises OSError, and LoadError if a weight was changed meanwhile."""
+        write_tensors(folder / _FILE, self._tensors)
+        for name, text in self._texts.items():
+            (folder / name).write_text(text, "utf-8")
 
 
 def save_packed(model: Any, folder: Path) -> None:
     """Writes a loaded model into an empty or new folder: configs, and weights, of which packed ones stay packed.
 
     A model without packed layers becomes an ordinary checkpoint. Raises OptionError for a folder that has files or
-    cannot be written to, UnsupportedError for models and layers that `read_packed` cannot make.
+    cannot be written to, and UnsupportedError as `PackedFolder` does.
     """
-    kind, config = type(model).__name__, copy(model.config)
-    odd = [type(part).__name__ for part in model.modules() if type(part).__module__.startswith("specdec.")]
-    odd = [one for one in odd if one not in {known.__name__ for known in _KINDS}]
-    if odd or not hasattr(transformers, kind) or hasattr(config, "vision_config") or hasattr(config, "audio_config"):
-        reason = f"has layers of the kind {odd[0]}" if odd else "has parts beside its text, or code of its own"
-        raise UnsupportedError(f"{kind} {reason}, which packed folders do not hold: load the checkpoint as it is")
-    with _written(folder):
-        if not is_packed(model):
-            model.save_pretrained(folder)
-            return
-        save_file(_tensors(model), folder / _FILE, metadata={"format": "pt"})
-        if model.generation_config is not None:
-            model.generation_config.to_json_file(folder / "generation_config.json")
-        config.architectures, config.quantization_config = [kind], {"quant_method": _METHOD, "version": _VERSION}
-        config.to_json_file(folder / "config.json")  # last: a folder without it is none
-
-
-@contextmanager
-def _written(folder: Path) -> Iterator[None]:
+    packed = PackedFolder(model)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):
             raise OptionError.of("folder", "a folder that is new or empty", str(folder), "name another one")
-        yield
-    except (OSError, SafetensorError) as error:
+        (packed.write if is_packed(model) else model.save_pretrained)(folder)
+    except OSError as error:
         raise OptionError.of("folder", "a folder with room for the model", str(folder), str(error)) from error
 
 
-def _tensors(model: Any) -> dict[str, Tensor]:
-    """The tensors of a model by name, tied ones once."""
+def _tensors(model: Any) -> dict[str, Callable[[], Tensor]]:
+    """What returns each tensor of a model, by name, tied ones once; layers that are joined get other tensors."""
     heads = {f"{place}.head": place for place, part in model.named_modules() if isinstance(part, PackedEmbedding)}
-    tensors, addresses = dict[str, Tensor](), set[int]()
+    tensors, addresses = dict[str, Callable[[], Tensor]](), set[int]()
     for full, tensor in model.state_dict().items():
         module, _, leaf = full.rpartition(".")
         if tensor.data_ptr() not in addresses:
-            tensors[f"{heads.get(module, module)}.{leaf}"] = tensor.contiguous()
+            layer, name = model.get_submodule(module), f"{heads.get(module, module)}.{leaf}"
+            tensors[name] = partial(_unchanged, tensor, _version(tensor))
+            if isinstance(layer, kernels.PackedLinear):
+                tensors[name] = partial(layer.get_buffer, leaf)
             addresses.add(tensor.data_ptr())
     return tensors
+
+
+def _unchanged(tensor: Tensor, version: int) -> Tensor:
+    if _version(tensor) != version:
+        raise LoadError("a weight was changed while it was written")
+    return tensor
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def is_packed_folder(config: Any) -> bool:
     """Whether this is the config of a packed folder; raises UnsupportedError for one of another version."""
     scheme = getattr(config, "quantization_config", None) or {}
-    if not isinstance(scheme, dict) or scheme.get("quant_method") != _METHOD:
+    if not isinstance(scheme, dict) or scheme.get("quant_method") != METHOD:
         return False
     if scheme.get("version") != _VERSION:
         raise UnsupportedError(
@@ -93,19 +120,21 @@ def is_packed_folder(config: Any) -> bool:
 
 
 @torch.no_grad()
-def read_packed(
-    name: str, config: Any, dtype: torch.dtype | None, *, revision: str | None, packs: bool, rounds: bool
-) -> Any:
+def read_packed(name: str, config: Any, dtype: torch.dtype, *, revision: str | None, packs: bool, rounds: bool) -> Any:
     """The model of a packed folder in host memory; its layers are packed, or floats unless it `packs`.
 
     `dtype` replaces the stored one. Raises LoadError for tensors that are missing or of another size.
     """
+    likely = config.quantization_config.get("likely", 0)
     del config.quantization_config
-    stored, config.dtype = config.dtype, dtype or config.dtype
-    model, tensors = empty_model(config, config.dtype), read_tensors(cached(name, _FILE, revision))
-    state = {key: tensor.to(config.dtype) if tensor.dtype == stored else tensor for key, tensor in tensors.items()}
+    stored, config.dtype = config.dtype, dtype
+    model = empty_model(config, config.dtype)
     model.tie_weights()
     packed, names = dict[str, kernels.PackedLinear](), sharing(model)
+    alone = {one[0] for one in names.values() if len(one) == 1}
+    tables = {f"{place}.weight" for place, part in model.named_modules() if isinstance(part, nn.Embedding)}
+    tensors = read_tensors(cached(name, _FILE, revision), tables & alone)  # a pass reads a few rows of these tables
+    state = {key: tensor.to(config.dtype) if tensor.dtype == stored else tensor for key, tensor in tensors.items()}
     for module in [key.removesuffix(".packed") for key in tensors if key.endswith(".packed")]:
         owner: Any = model.get_submodule(module)
         held = {leaf: state.pop(f"{module}.{leaf}", None) for leaf in kernels.HELD}
@@ -126,6 +155,8 @@ def read_packed(
     model.load_state_dict(state, strict=False, assign=True)
     model.tie_weights()
     put_packed(model, packed)
+    if isinstance(head := model.get_output_embeddings(), kernels.PackedLinear):
+        head.likely = likely
     if missing := [key for key, tensor in model.state_dict().items() if tensor.is_meta]:
         raise LoadError(f"{name!r} lacks {missing[0]} and {len(missing) - 1} others: pack the model again")
     model.generation_config = GenerationConfig.from_pretrained(name, revision=revision)

@@ -21,9 +21,8 @@ from torch import Tensor, nn
 
 from specdec.errors import OptionError, UnsupportedError
 from specdec.models.hf.device_hooks import detach, execution_device
-from specdec.models.loading.weight_files import Files, Stored
+from specdec.models.loading.weight_files import ALIGNED, Files, Stored, aligned
 
-_ALIGNED = 64  # bytes; kernels round differently at other addresses
 _BUFFERS = 2  # at most: one is read while the other computes
 
 
@@ -61,11 +60,11 @@ class Layer:
         path, end = "", -1
         for weight in self.weights:
             stored = weight.stored
-            if (stored.path, stored.offset) == (path, end) and not self.extent % _ALIGNED:
+            if (stored.path, stored.offset) == (path, end) and not self.extent % ALIGNED:
                 _, start, begin, length = self.runs.pop()
                 self.runs.append((path, start, begin, length + stored.nbytes))
             else:
-                self.extent = _aligned(self.extent)
+                self.extent = aligned(self.extent)
                 self.runs.append((stored.path, stored.offset, self.extent, stored.nbytes))
             self.begins.append(self.extent)
             self.extent += stored.nbytes
@@ -87,7 +86,7 @@ class Buffer:
         same = all(weight.stored.dtype == weight.placeholder.dtype for layer in layers for weight in layer.weights)
         if same and device.type == "cpu":
             return raw, 0
-        return raw, max(sum(_aligned(weight.nbytes) for weight in layer.weights) for layer in layers)
+        return raw, max(sum(aligned(weight.nbytes) for weight in layer.weights) for layer in layers)
 
     def fill(self, layer: Layer, files: Files) -> list[Tensor]:
         """Reads the layer; returns its weights."""
@@ -99,7 +98,7 @@ class Buffer:
             tensor, like = weight.stored.of(self.raw[begin : begin + weight.stored.nbytes]), weight.placeholder
             if self.ready is not None:
                 tensor = self.ready[at : at + like.nbytes].view(like.dtype).view(like.shape).copy_(tensor)
-                at = _aligned(at + like.nbytes)
+                at = aligned(at + like.nbytes)
             tensors.append(tensor)
         return tensors
 
@@ -266,7 +265,3 @@ def _load(weights: Sequence[Weight], device: torch.device, files: Files) -> list
             files.read(stored.path, stored.offset, data.numpy().data)
             tensors[stored] = stored.of(data).to(device, weight.placeholder.dtype)
     return [(weight, tensors[weight.stored]) for weight in weights]
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNED) * _ALIGNED

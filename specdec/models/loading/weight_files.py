@@ -7,12 +7,12 @@ import mmap
 import os
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
-from itertools import chain
+from itertools import accumulate, chain
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -28,6 +28,7 @@ from specdec.models.hf.load_errors import what_is_wrong
 from specdec.models.hf.load_hook import with_bar
 from specdec.models.hf.private_api import module_names
 
+ALIGNED = 64  # bytes; kernels round differently at other addresses
 _HELD = 1 << 27  # bytes of mapped files that may stay in memory
 
 
@@ -47,6 +48,11 @@ class Stored:
     def of(self, data: Tensor) -> Tensor:
         """The tensor over its bytes `[nbytes]`, uncopied."""
         return data.view(self.dtype).view(self.shape)
+
+
+def aligned(nbytes: int) -> int:
+    """Bytes up to the next address at which a weight may begin."""
+    return -(-nbytes // ALIGNED) * ALIGNED
 
 
 class Files:
@@ -71,18 +77,61 @@ class Files:
             raise LoadError(f"weights cannot be read from {path} ({error}): is the disk still there?") from error
 
 
-def read_tensors(path: str) -> dict[str, Tensor]:
-    """The tensors of a safetensors file by name, read into memory of their own, in huge pages where there are such."""
+def read_tensors(path: str, mapped: Set[str] = frozenset()) -> dict[str, Tensor]:
+    """The tensors of a safetensors file by name, read into memory of their own, in huge pages where there are such.
 
-    def read(stored: Stored) -> Tensor:
-        tensor = kernels.empty_pages(stored.shape, stored.dtype)
-        Files().read(path, stored.offset, tensor.view(-1).view(torch.uint8).numpy().data)
-        return tensor
+    Tensors of one name in neighbouring modules lie side by side; those that are `mapped` are views of the file.
+    """
+    places, groups = _header(path), defaultdict[tuple[str, str], list[str]](list)
+    for name in places.keys() - mapped:
+        module, _, leaf = name.rpartition(".")
+        groups[module.rpartition(".")[0], leaf].append(name)
 
-    places = _header(path)
+    def read(names: list[str]) -> dict[str, Tensor]:
+        names = sorted(names, key=lambda name: places[name].offset)
+        *begins, size = accumulate((aligned(places[name].nbytes) for name in names), initial=0)
+        room, files = kernels.empty_pages((size,), torch.uint8), Files()
+        tensors = dict[str, Tensor]()
+        for name, begin in zip(names, begins, strict=True):
+            data = room[begin : begin + places[name].nbytes]
+            files.read(path, places[name].offset, data.numpy().data)
+            tensors[name] = places[name].of(data)
+        return tensors
+
+    whole = torch.from_file(path, shared=False, size=os.path.getsize(path), dtype=torch.uint8)
+    mapped_places = {name: places[name] for name in mapped & places.keys()}
+    tensors = {name: one.of(whole[one.offset : one.offset + one.nbytes]) for name, one in mapped_places.items()}
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # most of the time goes into new pages
-        tensors = pool.map(read, places.values())
-        return {name: next(tensors) for name in with_bar(places.keys(), "Loading weights")}
+        read_groups = pool.map(read, groups.values())
+        for _ in with_bar(groups.keys(), "Loading weights"):
+            tensors |= next(read_groups)
+    return tensors
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Callable[[], Tensor]]) -> None:
+    """Writes a safetensors file, one tensor after the other, without a copy of them all.
+
+    Every tensor is called twice, and may lie elsewhere the second time; raises LoadError if it is another one then.
+    """
+    words = {dtype: word for word, dtype in str_to_torch_dtype.items()}
+    ordered = sorted(tensors.items(), key=lambda item: -item[1]().element_size())  # so that all of them are aligned
+    header, end = dict[str, Any](__metadata__={"format": "pt"}), 0
+    for name, get in ordered:
+        one, start = get(), end
+        end += one.nbytes
+        header[name] = {"dtype": words[one.dtype], "shape": list(one.shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name, get in ordered:
+            one = get().contiguous()
+            if (words[one.dtype], list(one.shape)) != (header[name]["dtype"], header[name]["shape"]):
+                raise LoadError(f"the weight {name} was changed while it was written")
+            file.write(one.view(-1).view(torch.uint8).numpy().data)
+            get()  # raises if it was changed meanwhile
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _close(files: dict[str, BinaryIO]) -> None:

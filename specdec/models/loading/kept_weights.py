@@ -1,0 +1,185 @@
+"""Packed weights on disk: what was packed once is read as it lies the next time.
+
+They are packed folders (`packed_folder`) in `packed`, beside the kernels, or in `$SPECDEC_PACKED`. A folder's name is a
+digest of the source's files, the options of loading, this processor, and the releases and sources of what packs. A
+thread of low priority writes it after loading, in a folder of another name; a program that ends waits for it. Above
+`$SPECDEC_PACKED_BYTES` those that were not loaded for the longest time are deleted; 0 keeps none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+import transformers
+
+from specdec import __version__, kernels
+from specdec.errors import SpecdecError, UnsupportedError
+from specdec.kernels import kept
+from specdec.models.backends.packed_layers import is_packed
+from specdec.models.gguf.reader import part_names
+from specdec.models.hf.private_api import cached
+from specdec.models.loading.gguf import located
+from specdec.models.loading.packed_folder import METHOD, PackedFolder
+from specdec.options.load import Loading
+
+_log = logging.getLogger(__name__)
+_FOLDER, _BYTES = "SPECDEC_PACKED", "SPECDEC_PACKED_BYTES"
+_MOST = 10 * 2**30  # bytes of all folders
+_LEAST = 2**26  # bytes of weights: fewer are packed in no time
+_HEAD = 2**16  # bytes of a file that its digest covers
+_MARK = "source.txt"  # which tells of what a folder was made, and when it was used
+_OF_HUB = re.compile(r"/models--[^/]+/snapshots/[0-9a-f]{40}/")  # a commit's files, which do not change
+_SOURCES = "kernels", "models/gguf", "models/loading"  # whose code decides what is packed
+
+
+class KeptWeights:
+    """The packed weights of one load, in `folder`, whether or not they are there; None if none are kept of it.
+
+    `name` is a folder or hub name, `how` the options of a load into this processor's memory.
+    """
+
+    def __init__(self, name: str, how: Loading) -> None:
+        self._name, self._how, self._began, self._most = name, how, perf_counter(), _most()
+        self.folder, self._source = None, ""
+        with suppress(OSError, ValueError, SpecdecError, kept.Lack):  # what is wrong with a source, its load says
+            if self._most and kernels.available() and (source := _source(name, how)):
+                self._source = source
+                self.folder = _root() / hashlib.sha256(source.encode()).hexdigest()[:16]
+
+    def read(self, read: Callable[[str, Loading], Any]) -> Any:
+        """The model by `read`, which takes a folder and options; None if it is not there. Deletes a broken one."""
+        if self.folder is None or not (self.folder / _MARK).exists():
+            return None
+        with suppress(OSError):  # not ours to write
+            os.utime(self.folder / _MARK)
+        plain = replace(self._how, quantization=None, dtype="auto", gguf_file=None, revision=None)
+        try:
+            model = read(str(self.folder), plain)
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # whatever files raise that are broken, or deleted meanwhile
+            _log.info("packed weights in %s cannot be read (%s), and are packed anew", self.folder, error)
+            shutil.rmtree(self.folder, ignore_errors=True)
+            return None
+        self.folder = None
+        model.name_or_path = model.config.name_or_path = self._name
+        return model
+
+    def writing(self, model: Any) -> threading.Thread | None:
+        """A thread, not yet started, that writes what is packed of a model; None if that is too little or too much."""
+        if self.folder is None or not is_packed(model):
+            return None
+        try:
+            packed = PackedFolder(model)
+        except UnsupportedError as error:
+            _log.debug("packed weights are not kept: %s", error)
+            return None
+        size = f"{packed.nbytes / 2**30:.1f} GiB"
+        if packed.nbytes > self._most:
+            _log.info("packed weights are not kept: they take %s, and %s allows %.1f", size, _BYTES, self._most / 2**30)
+        if not _LEAST <= packed.nbytes <= self._most:
+            return None
+        told = (
+            "packed weights (%s) are written to %s meanwhile: the next load reads them, instead of packing for %.1f s"
+        )
+        _log.info(told, size, self.folder, perf_counter() - self._began)
+        return threading.Thread(target=self._write, args=(packed,), name="specdec-packed", daemon=False)
+
+    def _write(self, packed: PackedFolder) -> None:
+        assert self.folder is not None
+        with suppress(AttributeError, OSError):  # not on Linux
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+        try:
+            with kept.alone(self.folder.with_suffix(".lock"), _FOLDER):
+                if not (self.folder / _MARK).exists():  # of another process
+                    self._put(packed)
+            kept.make_room(self.folder, _MARK, self._most, _FOLDER)
+        except (kept.Lack, OSError, SpecdecError) as error:
+            _log.info("packed weights are not kept: %s", error)
+
+    def _put(self, packed: PackedFolder) -> None:
+        """Writes the folder under another name, and moves it to its place once it is whole."""
+        assert self.folder is not None
+        part = self.folder.with_suffix(".part")
+        for stale in part.parent.glob(f"{'?' * 16}.part"):  # of processes that were killed
+            if stale == part or not kept.is_held(stale.with_suffix(".lock"), _FOLDER):
+                shutil.rmtree(stale, ignore_errors=True)
+        free = shutil.disk_usage(part.parent).free
+        if free < 2 * packed.nbytes:
+            raise kept.Lack(f"{part.parent} has {free / 2**30:.1f} GiB free", f"name another folder in {_FOLDER}")
+        part.mkdir()
+        try:
+            packed.write(part)
+            (part / _MARK).write_text(self._source, "utf-8")
+            shutil.rmtree(self.folder, ignore_errors=True)  # what is left of a broken one
+            part.rename(self.folder)
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+
+
+def packed_weights() -> str:
+    """How many models' packed weights there are, where, and of what size; raises Lack."""
+    root = _root()
+    folders = [path.parent for path in root.glob(f"*/{_MARK}")]
+    return f"of {len(folders)} models in {root}, {sum(map(kept.size, folders)) / 2**30:.1f} GiB"
+
+
+def _most() -> int:
+    """Bytes that all folders may take; 0 if the variable is no number, which the log says."""
+    try:
+        return kept.number(_BYTES, _MOST)
+    except UnsupportedError as error:
+        _log.warning("packed weights are not kept: %s", error)
+        return 0
+
+
+def _root() -> Path:
+    """The folder of all packed weights; raises Lack without a home folder."""
+    named = os.environ.get(_FOLDER)
+    return (Path(named) if named else kernels.folder() / "packed").absolute()
+
+
+def _source(name: str, how: Loading) -> str | None:
+    """All that decides which weights a load packs, in lines; None for a source that is packed already."""
+    if how.gguf_file is None:
+        first = Path(cached(name, "config.json", how.revision))
+        weights = sorted(first.parent.glob("*.safetensors"))
+        scheme = json.loads(first.read_text("utf-8")).get("quantization_config") or {}
+        if scheme.get("quant_method") == METHOD:
+            return None
+    else:
+        first = located(name, str(how.gguf_file), how.revision)
+        weights = [Path(part) for part in part_names(str(first))]
+    options = [f"{option}: {getattr(how, option)}" for option in ("quantization", "dtype", "activations")]
+    releases = f"specdec {__version__}, transformers {transformers.__version__}"
+    files = [*weights, *sorted(first.parent.glob("*.json")), *sorted(first.parent.glob("*.py"))]
+    states = [str(first)] if _OF_HUB.search(first.as_posix()) else map(_file, files)
+    return "\n".join([*states, *options, releases, kernels.digest(), _code()])
+
+
+def _file(path: Path) -> str:
+    """A file's path, size, times and the digest of its head."""
+    state = path.stat()
+    with path.open("rb") as file:
+        head = hashlib.sha256(file.read(_HEAD)).hexdigest()
+    return f"{path.resolve()} {state.st_size} {state.st_mtime_ns} {state.st_ctime_ns} {head}"
+
+
+def _code() -> str:
+    """A digest of the code that packs."""
+    root = Path(__file__).parents[2]
+    files = [path for part in _SOURCES for path in sorted((root / part).glob("*.py"))]
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
