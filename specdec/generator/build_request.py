@@ -102,7 +102,9 @@ class ScheduledDraft:
             found, last = self._pacings.get(key), self._last.get(options.family)
             file = kept_costs.place(self.target, self.draft, options.family)
             if found is None or not found.users:
-                learned = kept_costs.read_costs(file, kept_costs.odds_of(self.draft)) if last is None else last[1].schedule
+                learned = (
+                    kept_costs.read_costs(file, kept_costs.odds_of(self.draft)) if last is None else last[1].schedule
+                )
                 schedule = make_schedule(options, learned=learned, **how)
                 found = self._pacings.setdefault(key, Pacing(schedule))
                 found.schedule = schedule
