@@ -221,7 +221,9 @@ def test_a_turn_that_comes_too_late(tmp_path: Path) -> None:
     command = [sys.executable, "-c", compiler_module._TURN, str(work), "shown", "turn.lock"]
     with alone(tmp_path / "turn.lock", "HERE"):
         waiting = [
-            subprocess.Popen([*command, str(pid)], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+            subprocess.Popen(
+                [*command, str(pid)], cwd=tmp_path, stdout=subprocess.PIPE, text=True, start_new_session=True
+            )
             for pid in (program.pid, os.getpid())
         ]
         until(lambda: Path("/proc/locks").read_text().count("-> FLOCK") >= 2)
