@@ -19,6 +19,8 @@ from specdec.proposers.views import WrappedDraft
 
 _MEMORY = 0.9
 _RECENT = 0.85  # weight of a round without the model for each token that follows
+_LONG = 0.995  # the same, of a copied token
+_WAIT = 4  # tokens of a text in which copies may show themselves
 _FEW = 32  # tokens that a pass reads beside a guess
 
 
@@ -27,7 +29,7 @@ class Odds:
     """Estimates for the model draft: acceptance, seconds of a pass and of a token that it reads.
 
     `gap`: seconds from one proposal to the next, i.e. the target's pass and its overhead. `seconds` and `tokens`: those
-    of rounds without the model, of late.
+    of rounds without the model, of late. `copied` of `new` tokens, of several texts, were copies, used or not.
     """
 
     acceptance: Acceptance = field(default_factory=Acceptance)
@@ -36,6 +38,8 @@ class Odds:
     gap: float | None = None
     seconds: float = 0.0
     tokens: float = 0.0
+    copied: float = 0.0
+    new: float = 1.0
 
 
 class HybridDraft(WrappedDraft):
@@ -74,7 +78,7 @@ class HybridProposer(Proposer):
         self._text, self._inner, self._source, self._odds = text, model, source, odds
         self._ended: float | None = None
         self._read: set[int] = set()
-        self._last: dict[int, tuple[int, Tree | None]] = {}  # lengths of texts, and the model's proposals, if any
+        self._last: dict[int, tuple[int, Tree | None, Tree]] = {}  # lengths of texts, the model's trees, the copies
         self._copies: dict[int, Tree] = {}  # this round's, until they are proposed
         self._chosen: set[int] = set()  # the ids of those that prefer the model in this round
 
@@ -99,11 +103,12 @@ class HybridProposer(Proposer):
             self._extended(seq, budget, drafted[seq.id]) if seq.id in drafted else self._copies[seq.id]
             for seq, budget in pairs
         ]
-        self._last |= {seq.id: (len(seq.tokens), drafted.get(seq.id)) for seq in seqs}
+        self._last |= {seq.id: (len(seq.tokens), drafted.get(seq.id), self._copies[seq.id]) for seq in seqs}
         self._copies, self._ended = {}, perf_counter()
         return trees
 
     def after(self, seq: SequenceView, tail: list[int], limit: int) -> tuple[list[int], list[float]]:
+        self._last.pop(seq.id, None)  # it proposes nothing in this round
         return self._text.after(seq, tail, limit)
 
     def unread(self, seq: SequenceView) -> int:
@@ -124,8 +129,10 @@ class HybridProposer(Proposer):
             odds.gap = _fading(odds.gap, gap)
         self._ended = None
         for seq in seqs:
-            length, guess = self._last.pop(seq.id, (0, EMPTY))
+            length, guess, copies = self._last.pop(seq.id, (len(seq.tokens), EMPTY, EMPTY))
             new = seq.tokens[length:]
+            odds.copied = _LONG ** len(new) * odds.copied + copies.follow(new)[0]
+            odds.new = _LONG ** len(new) * odds.new + len(new)
             if guess:
                 right, missed = guess.follow(new)
                 tested = [(1.0, True)] * right + [(1.0, False)] * missed
@@ -175,13 +182,20 @@ class HybridProposer(Proposer):
         return unread <= _FEW or self._gains_by_reading(seq, unread, gap, seconds)
 
     def _gains_by_reading(self, seq: SequenceView, unread: int, gap: float, seconds: float) -> bool:
-        """Whether the model saves more in the rest of the text than it takes to read the `unread` part of it."""
+        """Whether the model saves more in the rest of the text than it takes to read the `unread` part of it.
+
+        The first tokens show whether copies will do. The model waits for them if reading in vain is likely to cost more
+        than what it would save meanwhile.
+        """
         odds = self._odds
         more = accumulate(accumulate([odds.acceptance.mean] * _FEW, mul))
         best = min((gap + count * seconds) / (1 + tokens) for count, tokens in enumerate(more, 1))
         without = odds.seconds / odds.tokens if odds.tokens else gap
-        reading = gap / _FEW if odds.reading is None else odds.reading
-        return seq.remaining * (without - best) > unread * reading
+        reading = unread * (gap / _FEW if odds.reading is None else odds.reading)
+        share, young = odds.copied / odds.new, len(seq.tokens) < seq.prompt_length + _WAIT
+        if young and share * reading > (1 - share) * _WAIT * (gap - best):
+            return False
+        return seq.remaining * (without - best) > reading
 
     def _extended(self, seq: SequenceView, budget: Budget, tree: Tree) -> Tree:
         """The model's chain, and behind it copies of what followed the same tokens before, as far as they pay."""

@@ -170,6 +170,16 @@ def test_a_model_reads_only_for_what_is_left(clock: Clock, remaining: int, reads
     assert bool(model.passes) == reads
 
 
+@pytest.mark.parametrize(("copied", "prompt", "reads"), [(0.9, 40, False), (0.9, 30, True), (0.1, 40, True)])
+def test_a_model_waits_where_copies_are_usual(clock: Clock, copied: float, prompt: int, reads: bool) -> None:
+    """Of texts that copy from their fifth token on, the model read the prompts: 0.7 of the text draft's speed."""
+    model = SlowModel(clock)
+    draft = HybridDraft(SuffixDraft(), ModelDraft(model))
+    draft.odds.copied = copied
+    draft.start(50).propose([FakeSequence([*range(40)], prompt_length=prompt, remaining=60)], [Budget(4)])
+    assert bool(model.passes) == reads
+
+
 @pytest.mark.parametrize(("text", "source"), [([1, 2, 3, 1], "model"), ([*range(40), 0], "suffix")])
 def test_doubtful_copies_lose_only_to_a_model_that_has_read(clock: Clock, text: list[int], source: str) -> None:
     """Copies of even chance came before a model that adds more than its passes cost: 0.97 of its speed on prose."""
