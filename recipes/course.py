@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from recipes.distill.optimise import descend, rate
+from recipes.optimise import descend, rate
 
 CHECK_EVERY = 200  # steps
 

@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from recipes.course import Course, check_stage, save
-from recipes.distill.optimise import make_optimizers
+from recipes.optimise import make_optimizers
 from recipes.shapes import POSITIONS, VOCABULARY, WIDTHS, Shape, target_shape
 from specdec import SpecGenerator
 from specdec.bench.prompts import held_out_prompts, source_files

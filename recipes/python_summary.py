@@ -30,8 +30,8 @@ from transformers import (
 )
 
 from recipes.course import Course, check_stage, save
-from recipes.distill.optimise import make_optimizers
 from recipes.functions import Example, held_out_examples, installed_examples, training_examples
+from recipes.optimise import make_optimizers
 from specdec.options.bundled_models import pair
 
 WIDTH, INNER, HEADS = 192, 512, 3  # the width is the Python-code model's

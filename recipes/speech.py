@@ -34,7 +34,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from recipes import phrases, speech_scores, synthesis
 from recipes.course import Course, check_stage, save
-from recipes.distill.optimise import make_optimizers
+from recipes.optimise import make_optimizers
 from recipes.synthesis import Clips
 from recipes.windows import IGNORED, LETTERS, Batch, Composer
 

@@ -22,10 +22,10 @@ import torch
 from torch.optim import Optimizer
 
 from recipes.distill.new_head import save_eagle
-from recipes.distill.optimise import descend, make_optimizers, rate
 from recipes.distill.student import STEPS, Student
 from recipes.distill.teacher import CACHE_GIB, ExampleCache
 from recipes.distill.texts import Texts, continued, divide, divide_prompts, encode_prompts, evaluations, read_texts
+from recipes.optimise import descend, make_optimizers, rate
 from specdec import SpecGenerator
 from specdec.errors import LoadError, OptionError, UnsupportedError
 from specdec.generator.tokenizers import check_tokenizer
