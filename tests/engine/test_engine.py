@@ -296,7 +296,7 @@ def test_each_phase_has_its_own_seconds(monkeypatch: pytest.MonkeyPatch) -> None
     """Drafting, the pass and the strategy's steps are told apart, and the whole round holds what comes after them."""
     generator = SpecGenerator(tiny("llama"))
     request = submit(generator, [[5, 9, 12]]).request
-    moments = iter([0, 1, 3, 7, 15])
+    moments = iter([0, 1, 3, 7, 15, 16])  # the last is that of the first token
     monkeypatch.setattr(loop, "perf_counter", lambda: next(moments))
     generator.engine.step()
     [found] = request.rounds
