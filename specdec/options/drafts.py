@@ -2,8 +2,7 @@
 
 `WORD` or `WORD:ARGUMENT` (suffix, ngram, early_exit:N, mtp), a model's `ID` (hub id, path or zoo:NAME), `WORD+ID` for a
 hybrid of a word that copies and a model, `model:ID` for a model that copies nothing beside its guesses, or `none`. A
-path whose name looks like a word or holds a "+" can be written
-as ./NAME; an existing path with a "+" is a path anyway.
+path whose name looks like a word or holds a "+" can be written as ./NAME; an existing path with a "+" is a path anyway.
 """
 
 from __future__ import annotations
