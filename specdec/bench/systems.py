@@ -14,6 +14,7 @@ from specdec.generator.drafts_by_name import Drafts, HeadAt, loaded
 from specdec.generator.generation import Generation
 from specdec.generator.generator import SpecGenerator
 from specdec.generator.memories import MemoryWish
+from specdec.models import packed_weights_unwritten
 from specdec.options import bundled_models
 from specdec.options.load import Loading
 
@@ -27,7 +28,9 @@ class Systems:
 
     def __init__(self, target: str, mode: Mode, *, compiles: bool = True, models: dict[str, Any] | None = None) -> None:
         how = mode.loading
-        self.plain = SpecGenerator.from_pretrained(bundled_models.locate(target, "target"), prefix_cache=False, **how)
+        target = bundled_models.locate(target, "target")
+        with packed_weights_unwritten():
+            self.plain = SpecGenerator.from_pretrained(target, prefix_cache=False, **how)
         self._compiles = compiles
         self._compile(self.plain)
         self._memory = MemoryWish.read(mode.memory)
@@ -76,7 +79,8 @@ class Systems:
     def _model(self, name: str) -> Any:
         """A draft model or head, which its cells share."""
         if name not in self._models:
-            self._models[name] = loaded(name, self._how.of_draft(self._draft_options))
+            with packed_weights_unwritten():
+                self._models[name] = loaded(name, self._how.of_draft(self._draft_options))
         if not isinstance(draft := self._models[name], HeadAt):
             return draft
         if name not in self._heads:

@@ -10,6 +10,9 @@ import pytest
 import torch
 
 from specdec import Loading, kernels
+from specdec.bench.parts import Drafting, Mode
+from specdec.bench.suite import Cell
+from specdec.bench.systems import Systems
 from specdec.kernels import kept
 from specdec.models import LanguageModel, load_model
 from specdec.models.loading import kept_weights, lighten
@@ -183,6 +186,23 @@ def test_bounds(tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch, cap
     load(sources[1], **EIGHT)
     assert len(folders(root)) == 2
     assert "packed weights are not kept: they take 0.0 GiB, and SPECDEC_PACKED_BYTES allows 0.0" in caplog.text
+
+
+def test_a_benchmark(folders: tuple[str, str], root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reads what is kept of target and draft, and writes nothing. (A thread wrote gigabytes while it measured.)"""
+    mode = Mode(**EIGHT, draft_options=EIGHT)
+
+    def measure() -> None:
+        Systems(folders[0], mode, compiles=False).generator("", Cell(folders[1], Drafting(schedule="constant")))
+        finish()
+
+    measure()
+    assert not root.exists()
+    for folder in folders:
+        load(folder, **EIGHT)
+    read = reads(monkeypatch)
+    measure()
+    assert {Path(name) for name in read} == {path.parent for path in root.glob("*/source.txt")}
 
 
 def test_a_bound_that_is_none(source: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

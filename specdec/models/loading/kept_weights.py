@@ -15,8 +15,9 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
@@ -43,6 +44,7 @@ _HEAD = 2**16  # bytes of a file that its digest covers
 _MARK = "source.txt"  # which tells of what a folder was made, and when it was used
 _OF_HUB = re.compile(r"/models--[^/]+/snapshots/[0-9a-f]{40}/")  # a commit's files, which do not change
 _SOURCES = "kernels", "models/gguf", "models/loading"  # whose code decides what is packed
+_WRITES = ContextVar("_WRITES", default=True)
 
 
 class KeptWeights:
@@ -80,7 +82,7 @@ class KeptWeights:
 
     def writing(self, model: Any) -> threading.Thread | None:
         """A thread, not yet started, that writes what is packed of a model; None if that is too little or too much."""
-        if self.folder is None or not is_packed(model):
+        if self.folder is None or not _WRITES.get() or not is_packed(model):
             return None
         try:
             packed = PackedFolder(model)
@@ -128,6 +130,16 @@ class KeptWeights:
             part.rename(self.folder)
         finally:
             shutil.rmtree(part, ignore_errors=True)
+
+
+@contextmanager
+def packed_weights_unwritten() -> Iterator[None]:
+    """Loads meanwhile read packed weights and write none: writing would disturb what is measured, and fill the disk."""
+    token = _WRITES.set(False)
+    try:
+        yield
+    finally:
+        _WRITES.reset(token)
 
 
 def packed_weights() -> str:
