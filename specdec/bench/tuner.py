@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import dropwhile
 from pathlib import Path
@@ -32,7 +32,7 @@ _TOKENS = 96  # of an answer, at most
 _FEW = 8  # tokens that say how fast an answer is
 _LARGE = 2**27  # bytes of weights: rounding smaller models gains little and hurts them more
 _ROUNDING = 1.5  # times as long as reading weights takes reading and rounding them
-_EQUAL = 0.97  # of the fastest time: what is nearer is noise
+_FASTER = 0.97  # of a time, at most: what is nearer is noise
 _QUESTION = "Why do people in cold countries put salt on roads, and when does it not help? Answer in a few sentences."
 _EDIT = """Rename `values` to `numbers` in this function, and write all of it:
 
@@ -50,19 +50,36 @@ def describe(values, digits=2):
 class Trial:
     """A draft with a target in one mode, measured on the same prompts as the mode's plain decoding.
 
-    `ms` per token after the first, `plain_ms` of plain decoding; `first_token` in seconds; `different` answers part
-    from plain decoding's.
+    `times`: ms per token after the first, by the number of the prompt; `plain_times`: those of plain decoding.
+    `first_token` in seconds; `different` answers part from plain decoding's; `exactness`: what the target promises.
     """
 
     mode: Mode
     draft: str
-    ms: float
-    plain_ms: float
+    times: Mapping[int, float]
+    plain_times: Mapping[int, float]
     first_token: float
-    answers: int
     different: int
+    exactness: str
     stats: Stats = field(repr=False)
     plain_stats: Stats = field(repr=False)
+
+    @property
+    def answers(self) -> int:
+        return len(self.times)
+
+    @property
+    def ms(self) -> float:
+        return mean(self.times.values())
+
+    @property
+    def plain_ms(self) -> float:
+        return mean(self.plain_times.values())
+
+    @property
+    def pays(self) -> bool:
+        """Whether the draft is faster than plain decoding, beyond noise."""
+        return self.ms < _FASTER * self.plain_ms
 
     @property
     def speedup(self) -> float:
@@ -89,7 +106,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Skipped:
-    """What was not measured in a mode, and why; `failed`: its models cannot be loaded."""
+    """What was not measured in a mode, and why; `failed`: its models cannot be loaded, or do not run."""
 
     mode: Mode
     why: str
@@ -148,10 +165,24 @@ def prompts_for(generator: SpecGenerator, source: str | None) -> list[dict[str, 
     ]
 
 
+def comparable(trials: Sequence[Trial]) -> list[Trial]:
+    """The trials with the prompts that all of them answered; only those of the first mode if there is no prompt."""
+    prompts = set.intersection(*({*trial.times} for trial in trials))
+    if not prompts:
+        return [trial for trial in trials if trial.mode == trials[0].mode]
+
+    def cut(times: Mapping[int, float]) -> dict[int, float]:
+        return {at: times[at] for at in prompts}
+
+    return [replace(trial, times=cut(trial.times), plain_times=cut(trial.plain_times)) for trial in trials]
+
+
 def best(trials: Sequence[Trial]) -> Trial:
-    """The first that is as fast as the fastest, but for noise: the nearest text, and then the simplest draft."""
+    """The first of `comparable` trials that is as fast as the fastest, but for noise: the nearest text, and then the
+    simplest draft.
+    """
     fastest = min(trial.ms for trial in trials)
-    return next(trial for trial in trials if trial.ms * _EQUAL <= fastest)
+    return next(trial for trial in trials if _FASTER * trial.ms <= fastest)
 
 
 @dataclass
@@ -224,11 +255,15 @@ class Tuner:
                 errors.append(in_words(error))
         yield from (Skipped(mode, why, failed=True) for why in dict.fromkeys(errors))
         self.drafts = [*generators]
-        if first:
-            yield [*generators.values()][-1]
-        yield from self._trials(mode, generators, more)
-        for generator in generators.values():
-            generator.close()
+        try:
+            if first:
+                yield [*generators.values()][-1]
+            yield from self._trials(mode, generators, more)
+        except Exception as error:
+            yield Skipped(mode, in_words(error), failed=first)
+        finally:
+            for generator in generators.values():
+                generator.close()
 
     def _trials(self, mode: Mode, generators: Mapping[str, SpecGenerator], more: int) -> Iterator[Trial]:
         """As many laps over the prompts as fit."""
@@ -251,9 +286,9 @@ class Tuner:
             if self.clock() >= now + seconds:
                 break
         whole = [at for at in range(len(answers[NONE])) if all(own[at].ms is not None for own in answers.values())]
-        for draft, own in answers.items():
-            if whole:
-                yield _trial(mode, draft, [own[at] for at in whole], [answers[NONE][at] for at in whole])
+        exactness = generators[NONE].target.exactness
+        for draft, own in answers.items() if whole else ():
+            yield _trial(mode, draft, exactness, *({at: some[at] for at in whole} for some in (own, answers[NONE])))
 
     def _share(self, more: int) -> float:
         """Seconds for the answers of this mode: of further ones, as many are left time for as leave two laps each."""
@@ -290,19 +325,21 @@ def _cell(draft: str) -> Cell | None:
     return None if draft == NONE else Cell(draft, Drafting(schedule="auto"))
 
 
-def _trial(mode: Mode, draft: str, answers: Sequence[_Answer], plain: Sequence[_Answer]) -> Trial:
-    """The means of answers; texts are compared as far as both go, as time ends them."""
-    pairs = list(zip(answers, plain, strict=True))
+def _trial(
+    mode: Mode, draft: str, exactness: str, answers: Mapping[int, _Answer], plain: Mapping[int, _Answer]
+) -> Trial:
+    """The figures of answers by prompt; texts are compared as far as both go, as time ends them."""
+    times, plain_times = ({at: one.ms or 0.0 for at, one in some.items()} for some in (answers, plain))
     return Trial(
         mode,
         draft,
-        ms=mean(one.ms or 0.0 for one in answers),
-        plain_ms=mean(one.ms or 0.0 for one in plain),
-        first_token=mean(one.first_token for one in answers),
-        answers=len(answers),
-        different=sum(_parts(one.tokens[0], two.tokens[0]) for one, two in pairs),
-        stats=_total(answers),
-        plain_stats=_total(plain),
+        times,
+        plain_times,
+        first_token=mean(one.first_token for one in answers.values()),
+        different=sum(_parts(one.tokens[0], plain[at].tokens[0]) for at, one in answers.items()),
+        exactness=exactness,
+        stats=_total(answers.values()),
+        plain_stats=_total(plain.values()),
     )
 
 
@@ -312,7 +349,7 @@ def _parts(mine: Sequence[int], theirs: Sequence[int]) -> bool:
     return mine[:length] != theirs[:length]
 
 
-def _total(answers: Sequence[_Answer]) -> Stats:
+def _total(answers: Iterable[_Answer]) -> Stats:
     """Statistics of all answers, with all of their time to the first token."""
     parts = [one.stats for one in answers]
     return replace(total(parts), first_token_seconds=sum(one.first_token_seconds for one in parts))

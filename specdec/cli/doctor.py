@@ -44,7 +44,6 @@ _EXTRAS = {
 }
 """Extras of the package, and what they add."""
 _SECONDS = 60.0  # for a whole examination
-_GAIN = 1.02  # from which on a draft pays
 _FIGURES = ("weights", "draft", "ms", "speedup", "first_token", "answers", "different")
 _BUSY = "measure again on a quiet machine: other programs use its cores"
 _MARKS = {"good": ("✓", Style(color="green")), "note": ("·", PROMPT), "bad": ("✗", Style(color="red", bold=True))}
@@ -54,7 +53,7 @@ _WIDTH = 16  # columns of a name
 @dataclass(frozen=True)
 class Finding:
     """One line of the examination: the part of a section, its state in words, and the remedy where it is not good; what
-    was measured has `figures`.
+    was measured has `figures`. A command stays one line.
     """
 
     section: str
@@ -63,6 +62,7 @@ class Finding:
     state: State = "good"
     remedy: str | None = None
     figures: Mapping[str, Any] | None = None
+    is_command: bool = False
 
 
 def machine() -> Iterator[Finding]:
@@ -225,7 +225,7 @@ def tune(request: CommandRequest, prompts: str | None, deadline: float) -> Itera
                 break
             case Skipped(mode, why, failed):
                 state: State = "bad" if failed else "note"
-                yield Finding("models" if failed else mode.label, "loading" if failed else "all drafts", why, state)
+                yield Finding("models" if failed else mode.label, "failure" if failed else "all drafts", why, state)
             case Trial():
                 trials.append(event)
                 yield _trial(event)
@@ -235,11 +235,11 @@ def tune(request: CommandRequest, prompts: str | None, deadline: float) -> Itera
                     words = "measured for models that read text alone: see specdec transcribe --stats"
                     yield Finding("models", "speed", words, "note")
                     return
-                chats, exactness = bool(generator.tokenizer.chat_template), generator.target.exactness
+                chats = bool(generator.tokenizer.chat_template)
                 del generator, event  # its memory is needed for other modes
     if trials:
         yield from _advice(request, trials, chats=chats)
-        yield _compared(trials, exactness)
+        yield from _compared(trials)
         busy = tuner.watch.busy or waiting_threads() is not None
         yield Finding("best", "machine", tuner.watch.verdict(), "note", _BUSY if busy else None)
 
@@ -248,11 +248,12 @@ def _trial(trial: Trial) -> Finding:
     """A draft's line in the table of its mode."""
     first = f"{trial.ms:.1f} ms per token, first token {trial.first_token:.2f} s"
     words = f"{first}; {trial.speedup:.2f}×" if trial.draft != "none" else first
-    pays = trial.speedup >= _GAIN
-    if trial.draft != "none" and not pays:
+    if trial.draft != "none" and not trial.pays:
         words += f", it does not pay: {trial.reason}"
     figures = {name: getattr(trial, name) for name in _FIGURES}
-    return Finding(f"{trial.weights} weights", _label(trial.draft), words, "good" if pays else "note", figures=figures)
+    return Finding(
+        f"{trial.weights} weights", _label(trial.draft), words, "good" if trial.pays else "note", figures=figures
+    )
 
 
 def _label(draft: str) -> str:
@@ -265,19 +266,20 @@ def _label(draft: str) -> str:
 
 def _advice(request: CommandRequest, trials: Sequence[Trial], *, chats: bool) -> Iterator[Finding]:
     """The fastest command, and the fastest for the weights as they were named, where fewer bits are faster still."""
-    from specdec.bench.tuner import best
+    from specdec.bench.tuner import best, comparable
 
+    trials = comparable(trials)
     plain, fastest = trials[0], best(trials)
     stored = best([trial for trial in trials if trial.mode == plain.mode])
     for name, trial in {"command": fastest, "same weights": stored}.items():
         gain = f"{trial.ms:.1f} ms per token, {plain.ms / trial.ms:.2f}× as fast as {plain.weights} weights"
         gain += " without a draft" if trial.mode == plain.mode else " without a draft; fewer bits write other texts"
         if name == "command" or trial is not fastest:
-            yield Finding("best", name, command(request, trial, chats=chats), "good", gain)
+            yield Finding("best", name, command(request, trial, chats=chats), remedy=gain, is_command=True)
 
 
 def command(request: CommandRequest, trial: Trial, *, chats: bool) -> str:
-    """The command that runs what was tried; the same flags are those of chat, generate and serve."""
+    """The command that runs what was tried; chat and generate have all of these flags."""
     loading = trial.mode.model_dump(exclude_defaults=True)
     loading |= {f"draft_{name}": value for name, value in loading.pop("draft_options", {}).items()}
     words = ["specdec", "chat" if chats else "generate", request.target, "--draft", trial.draft]
@@ -286,16 +288,20 @@ def command(request: CommandRequest, trial: Trial, *, chats: bool) -> str:
     return join(words if chats else [*words, "-p", "YOUR PROMPT"])
 
 
-def _compared(trials: Sequence[Trial], exactness: str) -> Finding:
-    """Whether drafts left texts as they were."""
-    different, answers = (sum(getattr(trial, name) for trial in trials) for name in ("different", "answers"))
-    if not different:
-        return Finding("best", "texts", "the same with the drafts and without")
-    words = f"{different} of {answers} part"
-    if exactness in ("exact", "strict"):
-        return Finding("best", "texts", f"{words}, which is a bug", "bad", "please report it")
-    remedy = "--exactness strict, or --dtype float32, makes them the same"
-    return Finding("best", "texts", f"{words} at a near-tie", "note", remedy)
+def _compared(trials: Sequence[Trial]) -> Iterator[Finding]:
+    """Whether drafts left texts as they were, where the target promises it and elsewhere."""
+    drafted = [trial for trial in trials if trial.draft != "none"]
+    if drafted and not any(trial.different for trial in drafted):
+        yield Finding("best", "texts", "the same with the drafts and without")
+    for promised in (True, False):
+        group = [trial for trial in drafted if (trial.exactness in ("exact", "strict")) == promised]
+        different, answers = (sum(getattr(trial, name) for trial in group) for name in ("different", "answers"))
+        words = f"{different} of {answers} part"
+        if different and promised:
+            yield Finding("best", "texts", f"{words}, which is a bug", "bad", "please report it")
+        elif different:
+            remedy = "--exactness strict, or --dtype float32, makes them the same"
+            yield Finding("best", "texts", f"{words} at a near-tie", "note", remedy)
 
 
 @flags.takes(
@@ -362,7 +368,9 @@ def _show(finding: Finding, *, headed: bool) -> None:
         write(out, f"{finding.section}\n", Style(bold=True))
     write(out, f"  {mark} ", style)
     text = finding.text
-    if out.is_terminal:  # long texts are indented
+    if out.is_terminal and finding.is_command:  # a line that can be copied
+        text = f"\n{text}"
+    elif out.is_terminal:  # long texts are indented
         margin = _WIDTH + 5
         text = f"\n{'':<{margin}}".join(textwrap.wrap(text, max(out.width - margin, 30)))
     write(out, f"{finding.name:<{_WIDTH}} {text}\n")

@@ -1,7 +1,7 @@
 """What the tuner tries, how long it takes, and what it advises, with a clock and models made by hand."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from specdec import LanguageModel, SpecGenerator
 from specdec.bench import tuner
 from specdec.bench.parts import Mode
-from specdec.bench.tuner import Skipped, Trial, Tuner, best, drafts_to_try, further_modes, prompts_for
+from specdec.bench.tuner import Skipped, Trial, Tuner, best, comparable, drafts_to_try, further_modes, prompts_for
 from specdec.core.stats import Stats
 from tests.folders import WIDTH, byte_tokenizer
 from tests.tiny import tiny
@@ -30,6 +30,8 @@ class World:
     alive: int = 0
     loaded: list[str] = field(default_factory=list)
     answers: list[str] = field(default_factory=list)
+    closed: list[str] = field(default_factory=list)
+    exactness: dict[str, str] = field(default_factory=dict)
 
     def clock(self) -> float:
         return self.now
@@ -55,7 +57,9 @@ class World:
                 if draft == "model:broken":
                     raise ValueError("it is broken")
                 return SimpleNamespace(
-                    mode=mode.label, draft=draft, tokenizer=None, close=lambda: None, generate=lambda *_, **__: None
+                    **{"mode": mode.label, "draft": draft, "tokenizer": None, "generate": lambda *_, **__: None},
+                    target=SimpleNamespace(exactness=world.exactness.get(mode.label, "exact")),
+                    close=lambda: world.closed.append(draft),
                 )
 
         return Fake()
@@ -63,6 +67,8 @@ class World:
     def measure(self, generator: Any, call: Mapping[str, Any]) -> Any:
         """As `measure`: a token at a time until all or the time is over."""
         each = self.token.get((generator.mode, generator.draft), 0.1)
+        if each < 0:
+            raise ValueError("it does not run")
         most, seconds = call["max_new_tokens"], call["max_time"] or float("inf")
         count = 1
         while count < most and self.read + (count - 1) * each < seconds:
@@ -85,6 +91,8 @@ def tuned(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(tuner, "Systems", world.systems)
         monkeypatch.setattr(tuner, "measure", world.measure)
         monkeypatch.setattr(tuner, "further_modes", lambda *_: [EIGHT, FOUR])
+        monkeypatch.setattr(tuner, "prompts_for", lambda *_: [{}, {}, {}])
+        monkeypatch.setattr(tuner, "gc", SimpleNamespace(collect=lambda: None))  # a slow look at the tests' objects
         events = [*Tuner("t", drafts, PLAIN, seconds, clock=world.clock).run()]
         return [event for event in events if isinstance(event, Trial | Skipped)]
 
@@ -140,6 +148,29 @@ def test_a_draft_that_does_not_load(tuned: Any) -> None:
     assert [event.draft for event in events[1:]] == ["none"] * 3
 
 
+@pytest.mark.parametrize("mode", [PLAIN, EIGHT])
+def test_a_draft_that_does_not_run(mode: Mode, tuned: Any) -> None:
+    """The mode is left out with the reason, and its drafts are closed. (The error ended the examination.)"""
+    world = World(load=1.0, token={(mode.label, "suffix"): -1.0})
+    events = tuned(world, ["none", "suffix"], 60.0)
+    assert [event for event in events if event.mode == mode] == [
+        Skipped(mode, next(event.why for event in events if isinstance(event, Skipped)), failed=mode == PLAIN)
+    ]
+    assert len([event for event in events if isinstance(event, Trial)]) == 4
+    assert world.closed == ["none", "suffix"] * 3
+
+
+def test_an_examination_that_ends_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its drafts are closed. (They stayed open where the reader of the findings stopped.)"""
+    world = World()
+    monkeypatch.setattr(tuner, "Systems", world.systems)
+    monkeypatch.setattr(tuner, "further_modes", lambda *_: [])
+    events = Tuner("t", ["none", "suffix"], PLAIN, 60.0, clock=world.clock).run()
+    next(events)
+    del events
+    assert world.closed == ["none", "suffix"]
+
+
 @pytest.mark.parametrize(
     ("draft", "spellings"),
     [
@@ -178,30 +209,40 @@ def test_memory_without_room(tuned: Any, monkeypatch: pytest.MonkeyPatch) -> Non
     assert [event.why for event in events[1:]] == ["not tried: loading it takes 0.0 GiB, and -0.0 GiB are free"] * 2
 
 
-def made(ms: float, draft: str = "none", mode: Mode = PLAIN, stats: Stats | None = None) -> Trial:
+def made(*ms: float, draft: str = "none", mode: Mode = PLAIN, stats: Stats | None = None) -> Trial:
     plain = Stats(num_target_passes=11, verify_seconds=2.0, first_token_seconds=1.0, finish_reasons=("length",))
-    return Trial(mode, draft, ms, 100.0, 0.5, 3, 0, stats or Stats(), plain)
+    times = dict(enumerate(ms))
+    return Trial(mode, draft, times, dict.fromkeys(times, 100.0), 0.5, 0, "exact", stats or Stats(), plain)
 
 
 def test_the_simplest_of_equals() -> None:
     """What is faster by chance brings no model along, and no other weights."""
-    plain, copies, both = made(100.0), made(50.0, "suffix"), made(49.0, "suffix+d")
+    plain, copies, both = made(100.0), made(50.0, draft="suffix"), made(49.0, draft="suffix+d")
     assert best([plain, copies, both]) is copies
-    assert best([plain, copies, made(40.0, "suffix+d")]).draft == "suffix+d"
-    assert best([plain, made(99.0, "suffix")]) is plain
-    assert best([copies, made(60.0, mode=EIGHT), made(49.0, "suffix", EIGHT)]) is copies
-    assert best([copies, made(60.0, mode=EIGHT), made(40.0, "suffix", EIGHT)]).mode == EIGHT
+    assert best([plain, copies, made(40.0, draft="suffix+d")]).draft == "suffix+d"
+    assert best([plain, made(99.0, draft="suffix")]) is plain
+    assert best([copies, made(60.0, mode=EIGHT), made(49.0, draft="suffix", mode=EIGHT)]) is copies
+    assert best([copies, made(60.0, mode=EIGHT), made(40.0, draft="suffix", mode=EIGHT)]).mode == EIGHT
+
+
+def test_only_the_same_prompts_are_compared() -> None:
+    """A prompt that one mode answered alone does not count. (Modes with fewer prompts won by easier ones.)"""
+    floats, eight = made(10.0, 90.0), made(40.0, mode=EIGHT)
+    assert [one.ms for one in comparable([floats, eight])] == [10.0, 40.0]
+    assert best(comparable([floats, eight])).mode == PLAIN
+    other = replace(eight, times={2: 1.0}, plain_times={2: 1.0})
+    assert comparable([floats, other]) == [floats]
 
 
 def test_why_a_draft_does_not_pay() -> None:
     """Its acceptance and its cost, in passes."""
     counts = {"num_draft_tokens": 40, "num_accepted_draft_tokens": 30, "num_target_passes": 6, "draft_seconds": 1.4}
     stats = Stats(**counts, verify_seconds=1.65, first_token_seconds=1.0, finish_reasons=("length",))
-    assert made(110.0, "model:d", stats=stats).reason == (
+    assert made(110.0, draft="model:d", stats=stats).reason == (
         "75% of 40 guesses were right, a guess took 0.35 of a pass, reading prompts included, "
         "and a pass over guesses 1.30 of a plain one"
     )
-    assert made(110.0, "suffix").reason == "it guessed nothing, as these texts repeat nothing"
+    assert made(110.0, draft="suffix").reason == "it guessed nothing, as these texts repeat nothing"
 
 
 def test_prompts(tmp_path: Any) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 from specdec import SpecGenerator, kernels
 from specdec.bench.machine import waiting_threads
@@ -97,9 +98,10 @@ def test_a_pair(folders: tuple[str, str], tmp_path: Path, called: Any) -> None:
     assert found["best", "texts"]["text"] == "the same with the drafts and without"
 
 
-def trial(draft: str, ms: float, mode: Mode, stats: Stats) -> Trial:
+def trial(draft: str, ms: float, mode: Mode, stats: Stats, *, different: int = 0, exactness: str = "exact") -> Trial:
     plain = Stats(num_target_passes=11, verify_seconds=2.0, first_token_seconds=1.0, finish_reasons=("length",))
-    return Trial(mode, draft, ms, 100.0, 0.5, 3, 0, stats, plain)
+    times, plain_times = (dict.fromkeys(range(3), each) for each in (ms, 100.0))
+    return Trial(mode, draft, times, plain_times, 0.5, different, exactness, stats, plain)
 
 
 @pytest.mark.parametrize("busy", [True, False])
@@ -139,6 +141,37 @@ def test_advice(busy: bool, monkeypatch: pytest.MonkeyPatch, called: Any) -> Non
 
 
 @pytest.mark.parametrize(
+    ("wrong", "texts"),
+    [
+        ({}, {"the same with the drafts and without": "good"}),
+        ({"int8": 1}, {"1 of 3 part at a near-tie": "note"}),
+        ({"float32": 2}, {"2 of 6 part, which is a bug": "bad"}),
+        ({"float32": 1, "int8": 1}, {"1 of 6 part, which is a bug": "bad", "1 of 3 part at a near-tie": "note"}),
+    ],
+)
+def test_texts_that_part(wrong: dict[str, int], texts: dict[str, str]) -> None:
+    """Each mode is judged by its promise. (Near-ties of fewer bits were a bug of the floats, and exit code 1.)"""
+    eight, kinds = Mode(quantization="int8-weight"), {"exactness": "rounding"}
+    trials = [
+        trial("none", 9.0, Mode(), Stats()),
+        trial("suffix", 9.0, Mode(), Stats(), different=wrong.get("float32", 0)),
+        trial("model:d", 9.0, Mode(), Stats()),
+        trial("none", 9.0, eight, Stats(), **kinds),
+        trial("suffix", 9.0, eight, Stats(), different=wrong.get("int8", 0), **kinds),
+    ]
+    assert {one.text: one.state for one in doctor._compared(trials)} == texts
+    assert [*doctor._compared(trials[:1])] == []
+
+
+def test_a_command_stays_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A line of its own on a terminal. (It broke at the terminal's width, and so did what was copied.)"""
+    monkeypatch.setattr(doctor, "Console", lambda: Console(force_terminal=True, width=60, color_system=None))
+    command = f"specdec chat {'a-long-folder/' * 5}model --draft {'another-folder/' * 5}draft"
+    doctor._show(doctor.Finding("best", "command", command, is_command=True), headed=False)
+    assert command in capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.parametrize(
     ("words", "error"),
     [
         (["./nowhere"], "there is no such folder"),
@@ -160,7 +193,7 @@ def test_a_pair_that_does_not_fit(folders: tuple[str, str], tmp_path: Path, call
     """The error of loading is a finding, with its way out, and exit code 1."""
     tiny("llama", vocab=64).save_pretrained(tmp_path)
     out = called("doctor", folders[0], "--draft", tmp_path, "--quiet", code=1).out
-    assert re.search(r"✗ loading .*draft='suffix'", out)
+    assert re.search(r"✗ failure .*draft='suffix'", out)
 
 
 def test_models_without_a_draft_and_with_words(monkeypatch: pytest.MonkeyPatch) -> None:
