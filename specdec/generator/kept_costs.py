@@ -1,8 +1,9 @@
 """What schedules learned of a target and its draft, kept for the next program on this machine.
 
-A file of about 2 kB in the folder `costs` beside the results of other trials (`probe_cache.folder`) holds one kind of
-call of one pair, on one backend, number of threads and processor. It only decides how much is drafted at first, never a
-text. A model without a name has none, and files that cannot be read or written are left alone.
+A file of about 2 kB in the folder `costs` beside the results of other trials (`probe_folder`) holds one kind of call of
+one pair, on one backend, number of threads and processor; another holds what the pair's hybrid learned. They only
+decide how much is drafted at first, never a text. A model without a name and a caller's function or class have none,
+and files that cannot be read or written are left alone.
 """
 
 from __future__ import annotations
@@ -19,50 +20,68 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import transformers
 from pydantic import TypeAdapter
 
 from specdec import __version__, kernels
 from specdec.core.draft_schedules.cost import Cost
-from specdec.core.draft_schedules.estimates import BINS, Acceptance
+from specdec.core.draft_schedules.estimates import BINS, Acceptance, LinearFit
 from specdec.core.draft_schedules.seconds import Seconds
 from specdec.core.drafts import Draft
 from specdec.engine.request import Pacing
 from specdec.models import LanguageModel
-from specdec.models.hf import probe_cache
+from specdec.models.hf.probe_cache import probe_folder
+from specdec.proposers.function import FunctionDraft
 from specdec.proposers.hybrid import HybridDraft, Odds
 
 _MOST = 256  # files; those that were not written for the longest time go first
+_WEIGHT = 1.5  # of seconds of an earlier program, as if measured twice: the machine may have been busy then
 LastPacings = dict[Hashable, tuple[Path | None, Pacing]]
 """The last pacing of each kind of call, and the file for what it learns."""
 
 
 class Learned(NamedTuple):
-    """What a file holds: a schedule's estimates, and a hybrid's."""
+    """What a file of a schedule holds: its estimates."""
 
     acceptance: Acceptance
     seconds: Seconds
-    odds: Odds | None = None
 
 
-_JSON = TypeAdapter(Learned)
+_JSON: dict[type, TypeAdapter[Any]] = {kind: TypeAdapter(kind) for kind in (Learned, Odds)}
 
 
 def place(target: LanguageModel, draft: Draft | None, family: Hashable) -> Path | None:
-    """The file for calls of `family`; None if a model has no name or there is no home folder."""
-    models = [target, *(() if draft is None else draft.models)]
-    names = [str(getattr(model.model.config, "name_or_path", "") or "") for model in models]
-    folder = probe_cache.probe_folder()
-    if folder is None or not all(names):
+    """The file for calls of `family`; None without a draft, a name for each part, or a home folder."""
+    folder = probe_folder()
+    if folder is None or draft is None or not _is_named(draft):
         return None
-    parts = [_machine(), f"{torch.get_num_threads()} threads", repr(draft), repr(family), *names]
-    parts += [f"{model!r} {model.weight_kind}" for model in models]
-    digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()
-    return folder / "costs" / f"{digest[:16]}.json"
+    models = [target, *draft.models]
+    names = [str(getattr(model.model.config, "name_or_path", "") or "") for model in models]
+    if not all(names):
+        return None
+    parts = [_machine(), f"{torch.get_num_threads()} threads", repr(draft)]
+    parts += [os.path.realpath(name) if os.path.exists(name) else name for name in names]
+    for model in models:
+        gpu = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else ""
+        parts.append(f"{model!r} {model.weight_kind} {model.is_offloaded} {model.is_strict} {gpu}")
+    return folder / "costs" / f"{_digest(*parts)}-{_digest(repr(family))}.json"
+
+
+def _digest(*parts: str) -> str:
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def _is_named(draft: Draft) -> bool:
+    """Whether `repr` tells the draft, and the drafts in it, from all others: not where a caller wrote their code."""
+    code = draft._propose if isinstance(draft, FunctionDraft) else type(draft)
+    is_ours = str(getattr(code, "__module__", "")).startswith("specdec.")
+    return is_ours and all(_is_named(part) for part in vars(draft).values() if isinstance(part, Draft))
 
 
 @cache
 def _machine() -> str:
-    return f"specdec {__version__}, torch {torch.__version__}, {kernels.instructions()}"
+    releases = f"specdec {__version__}, torch {torch.__version__}, transformers {transformers.__version__}"
+    return f"{releases}, {kernels.instructions()}"
 
 
 def odds_of(draft: Draft | None) -> Odds | None:
@@ -70,17 +89,32 @@ def odds_of(draft: Draft | None) -> Odds | None:
     return draft.odds if isinstance(draft, HybridDraft) else None
 
 
+def _odds_file(path: Path) -> Path:
+    """The file of the pair's odds, beside a file of one kind of call."""
+    return path.with_name(f"{path.name.partition('-')[0]}.json")
+
+
 def read_costs(path: Path | None, odds: Odds | None) -> Cost | None:
-    """A schedule with what `path` holds, which new `odds` take in too; None without a sound file."""
+    """A schedule with what `path` holds, None without a sound file; new `odds` take in what the pair's hold."""
+    if path is None:
+        return None
+    if odds == Odds():
+        vars(odds).update(vars(_read(_odds_file(path), Odds) or odds))
+    learned = _read(path, Learned)
+    if learned is None:
+        return None
+    seconds = learned.seconds
+    drafts = {source: _faded(line) for source, line in seconds.drafts.items()}
+    seconds = seconds._replace(passes=_faded(seconds.passes), plain=_faded(seconds.plain), drafts=drafts)
+    return Cost(acceptance=learned.acceptance, seconds=seconds)
+
+
+def _read(path: Path, kind: type) -> Any:
+    """What a file holds; None if it is not sound."""
     with suppress(OSError, ValueError):
-        text = "" if path is None else path.read_text("utf-8")
-        learned = _JSON.validate_json(text) if _is_sound(json.loads(text)) else None
-        if learned is None or len(learned.acceptance.bins) != BINS:
-            return None
-        if learned.odds is not None and odds == Odds():
-            vars(odds).update(vars(learned.odds))
-        return Cost(acceptance=learned.acceptance, seconds=learned.seconds)
-    return None
+        text = path.read_text("utf-8")
+        learned = _JSON[kind].validate_json(text) if _is_sound(json.loads(text)) else None
+        return learned if learned is not None and len(learned.acceptance.bins) == BINS else None
 
 
 def _is_sound(value: Any) -> bool:
@@ -90,15 +124,29 @@ def _is_sound(value: Any) -> bool:
     return value is None or (isinstance(value, int | float) and 0 <= value < math.inf)
 
 
+def _faded(line: LinearFit) -> LinearFit:
+    """The same line with a weight of at most `_WEIGHT`, so that new passes soon count more."""
+    share = _WEIGHT / max(line.weight, _WEIGHT)
+    return LinearFit._make((*(share * value for value in line[:5]), *line[5:]))  # its sums, and its prior
+
+
 def write_costs(last: LastPacings, odds: Odds | None) -> None:
-    """Writes what measured schedules learned, and deletes the oldest files beyond `_MOST`."""
-    for path, pacing in last.values():
+    """Takes out of `last` and writes what measured schedules learned, and deletes the oldest files beyond `_MOST`."""
+    for path, pacing in [last.pop(key) for key in list(last)]:  # other threads may add to it
         schedule = pacing.schedule
         if path is not None and isinstance(schedule, Cost) and schedule.is_measured:
-            with suppress(OSError):
+            with suppress(Exception):  # the next program measures anew
                 path.parent.mkdir(parents=True, exist_ok=True)
-                with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-                    file.write(_JSON.dump_json(Learned(schedule.acceptance, schedule.seconds, odds)))
-                os.replace(file.name, path)
-                for old in sorted(path.parent.iterdir(), key=os.path.getmtime)[:-_MOST]:
+                _write(path, Learned(schedule.acceptance, schedule.seconds))
+                if odds is not None:
+                    _write(_odds_file(path), odds)
+                for old in sorted(path.parent.glob("*.json"), key=os.path.getmtime)[:-_MOST]:
                     old.unlink()
+
+
+def _write(path: Path, learned: Learned | Odds) -> None:
+    """Writes a file that others see whole or not at all."""
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        file = Path(folder, path.name)
+        file.write_bytes(_JSON[type(learned)].dump_json(learned))
+        os.replace(file, path)
