@@ -83,32 +83,39 @@ class ScheduledDraft:
     target: LanguageModel
     draft: Draft | None
     _pacings: dict[Hashable, Pacing] = field(default_factory=dict)
-    _last: kept_costs.LastPacings = field(default_factory=dict)  # by family
+    _last: kept_costs.LastPacings = field(default_factory=dict)  # by family and backends
     _lock: Any = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
-        self.keep = weakref.finalize(self, kept_costs.write_costs, self._last, kept_costs.odds_of(self.draft))
+        self.keep = partial(kept_costs.write_costs, self._last, kept_costs.odds_of(self.draft))
+        weakref.finalize(self, self.keep)
+
+    @property
+    def models(self) -> Sequence[LanguageModel]:
+        """The language models of the draft."""
+        return () if self.draft is None else self.draft.models
 
     def pacing(self, options: Options, **how: Any) -> Pacing:
         """The pacing of a request: its own, or its family's where the schedule learns; `how`: see `make_schedule`.
 
-        A new schedule of a family begins with what the family's last one has learned, here or in an earlier program.
+        A new schedule of a family begins with what the family's last one has learned in the same backends, here or in
+        an earlier program.
         """
         kind = schedule_kind(options)
         if kind is None or not kind.learns:
             return Pacing(make_schedule(options, **how))
-        key = (kind, options.family, options.num_assistant_tokens)
+        family = (options.family, *(model.backend for model in (self.target, *self.models)))
+        key = (kind, family, options.num_assistant_tokens)
         with self._lock:
-            found, last = self._pacings.get(key), self._last.get(options.family)
-            file = kept_costs.place(self.target, self.draft, options.family)
+            found, last = self._pacings.get(key), self._last.get(family)
+            file = kept_costs.place(self.target, self.draft, options.family) if last is None else last[0]
             if found is None or not found.users:
-                learned = (
-                    kept_costs.read_costs(file, kept_costs.odds_of(self.draft)) if last is None else last[1].schedule
-                )
+                odds = kept_costs.odds_of(self.draft)
+                learned = kept_costs.read_costs(file, odds) if last is None else last[1].schedule
                 schedule = make_schedule(options, learned=learned, **how)
                 found = self._pacings.setdefault(key, Pacing(schedule))
                 found.schedule = schedule
-            self._last[options.family] = file, found
+            self._last[family] = file, found
         return found
 
 

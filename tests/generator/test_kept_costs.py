@@ -190,6 +190,27 @@ def test_a_relative_path_is_a_name_in_its_folder_alone(
         assert kept_costs.place(plain.target, SuffixDraft(), "greedy") == before
 
 
+def test_another_backend_begins_afresh(folder: Path, folders: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was learned of packed passes was the start, and the file, of compiled ones."""
+    with generator(folders) as first:
+        first.generate(PROMPT, **CALL)
+        assert learned(first).is_measured
+        with monkeypatch.context() as patch:
+            patch.setattr(LanguageModel, "backend", "compiled")
+            assert not learned(first).is_measured
+        assert learned(first).is_measured
+
+
+def test_a_file_is_named_once(folder: Path, folders: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every call walked over all modules of the models."""
+    places, place = [], kept_costs.place
+    monkeypatch.setattr(kept_costs, "place", lambda *parts: places.append(parts) or place(*parts))
+    with generator(folders) as first:
+        first.generate(PROMPT, **CALL)
+        first.generate(PROMPT, **CALL)
+    assert len(places) == 1
+
+
 def test_seconds_of_an_earlier_program_soon_count_little(folder: Path, folders: tuple[str, str]) -> None:
     """Costs of a busy machine had the weight of twenty passes."""
     with generator(folders) as first:
