@@ -130,11 +130,10 @@ class Drafts:
             return found[1]
 
     @property
-    def models_of_calls(self) -> list[LanguageModel]:
-        """The language models of the drafts that calls named and that are still loaded."""
+    def of_calls(self) -> list[ScheduledDraft]:
+        """The drafts that calls named and that are still loaded."""
         with self._lock:
-            drafts = [scheduled.draft for _, scheduled in self._recent]
-        return [model for draft in drafts if draft is not None for model in draft.models]
+            return [scheduled for _, scheduled in self._recent]
 
     def _of_call(self, name: str, given: Mapping[str, Any], tokenizer: Any) -> Draft | None:
         match name:

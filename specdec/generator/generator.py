@@ -164,8 +164,11 @@ class SpecGenerator:
         Calls under way raise CancelledError, after the pass under way; later ones raise EngineError. Cached
         prompts and remembered texts are dropped. Inside a call (in a processor, say) this raises EngineError.
         """
-        self._driver.close()
-        self._scheduled.keep()
+        try:
+            self._driver.close()
+        finally:
+            for scheduled in (self._scheduled, self._forms, *self._drafts.of_calls):
+                scheduled.keep()
         if self.memory is not None:
             self.memory.forget()
 
@@ -207,13 +210,13 @@ class SpecGenerator:
         `prefix_cache=True` for a model of yours, call it after every change; models that were loaded here stay as they
         are. Raises UnsupportedError where the backend that was named cannot run the changed model.
         """
-        for model in [*self._models, *self._drafts.models_of_calls]:
+        for model in [*self._models, *(model for named in self._drafts.of_calls for model in named.models)]:
             model.changed()
 
     @property
     def _models(self) -> Sequence[LanguageModel]:
         """The target and the models of the draft."""
-        return [self.target, *(() if self.draft is None else self.draft.models)]
+        return [self.target, *self._scheduled.models]
 
     def options(self, **given: Any) -> Options:
         """The resolved options of a call of `generate` with these arguments; raises as the call does."""
@@ -280,7 +283,7 @@ class SpecGenerator:
             forces = options.form or any(callable(getattr(one, "forced", None)) for one in extras.logits_processor)
             if forces and not named and not (options.needs_q or options.penalty_alpha or options.output_attentions):
                 scheduled, draft = self._forms, self._forms.draft
-            models = () if draft is None else draft.models
+            models = scheduled.models
             self.target.check_unchanged("target")
             for model in models:
                 model.check_unchanged("draft")

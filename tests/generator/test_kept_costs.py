@@ -15,6 +15,7 @@ from specdec import SpecGenerator
 from specdec.core.draft_schedules.cost import Cost
 from specdec.core.draft_schedules.estimates import LinearFit
 from specdec.core.drafts import Draft
+from specdec.errors import EngineError
 from specdec.generator import kept_costs
 from specdec.models import LanguageModel
 from specdec.proposers import FunctionDraft, HybridDraft, SuffixDraft
@@ -248,3 +249,29 @@ def test_what_cannot_be_written_leaves_nothing(folder: Path, monkeypatch: pytest
     kept_costs.write_costs(last, None)  # type: ignore[arg-type]
     assert sorted(folder.iterdir()) == paths[1:]
     assert not last
+
+
+def test_drafts_of_calls_are_kept_when_the_generator_closes(folder: Path, folders: tuple[str, str]) -> None:
+    """Only the generator's own draft was."""
+    with SpecGenerator.from_pretrained(folders[0], dtype="float32") as first:
+        first.generate(PROMPT, **CALL, prompt_lookup_num_tokens=3)
+        first._forms._last["form"] = folder / "form-form.json", next(iter(first._drafts.of_calls[0]._last.values()))[1]
+    assert len(list(folder.iterdir())) == 2
+
+
+def test_a_generator_that_cannot_close_keeps_what_it_learned(folder: Path, folders: tuple[str, str]) -> None:
+    """It kept nothing; and what it learns afterwards, it keeps when it closes at last."""
+    first = generator(folders)
+    first.generate(PROMPT, **CALL)
+
+    def closing(ids: Any, logits: Any) -> Any:
+        with pytest.raises(EngineError):
+            first.close()
+        return logits
+
+    first.generate(PROMPT, **{**CALL, "max_new_tokens": 2}, logits_processor=[closing])
+    [file] = folder.glob("*-*.json")
+    file.unlink()
+    first.generate(PROMPT, **CALL)
+    first.close()
+    assert file.exists()
