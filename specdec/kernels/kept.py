@@ -7,7 +7,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -100,8 +100,13 @@ def number(variable: str, default: int, unit: str = "bytes") -> int:
 
 
 def size(folder: Path) -> int:
-    """The bytes of all files in a folder."""
-    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    """The bytes of all files in a folder, which another process may delete meanwhile."""
+    total = 0
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with suppress(FileNotFoundError):
+                total += Path(place, name).stat().st_size
+    return total
 
 
 def make_room(new: Path, mark: str, most: int, variable: str) -> None:

@@ -7,14 +7,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import AutoConfig
 
 from specdec.core.tree import Tree
 from specdec.core.work import Work
 from specdec.models import LanguageModel
+from specdec.models.backends import fused_layers
 from specdec.models.backends.packed_layers import pack_layers, packable_layers
 from specdec.models.backends.ragged_model import RaggedModel
+from specdec.models.hf.tiny_models import SIZES
 from tests.kernels.rounding import to_int4, to_int8
-from tests.tiny import tiny
+from tests.tiny import built, tiny
 
 pytestmark = pytest.mark.usefixtures("built")
 WHOLE = ("llama", "qwen2", "qwen3", "mistral", "phi3", "gemma", "gemma2", "gemma3_text", "granite")
@@ -74,6 +77,13 @@ def test_families(name: str, dtype: torch.dtype) -> None:
     check_equal(language)
 
 
+def test_other_model_types() -> None:
+    """They stay as they are: Ministral scales queries from position 16384 on, which no trial saw, and it was fused."""
+    ministral = built(AutoConfig.for_model("ministral3", **SIZES["mistral"], vocab_size=64, head_dim=8), 0)
+    for model in (ministral, tiny("olmo"), tiny("smollm3"), tiny("llama", clip_qkv=8.0)):
+        assert not fused(LanguageModel(model, backend="packed"))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_strict_models(name: str, dtype: torch.dtype) -> None:
@@ -123,3 +133,36 @@ def test_models_stay_as_they_are() -> None:
     for one in (model, language.model, language.ragged.model):
         assert isinstance(one, RaggedModel | nn.Module)
         assert not any("forward" in vars(module) for module in one.modules())
+
+
+def test_layers_of_another_product_stay_apart() -> None:
+    """A module that gives something else keeps its layers apart. (They were joined before it was compared.)"""
+    model = tiny("llama", **WIDE)
+    odd = model.model.layers[0].mlp
+    odd.__class__ = type(
+        "Doubled", (type(odd),), {"forward": lambda self, x: 2 * type(odd).__bases__[0].forward(self, x)}
+    )
+    language = LanguageModel(model, backend="packed")
+    assert fused(language) == {"_Layer": 1, "_Attention": 2, "_Gated": 1, "_Norm": 5}
+    layers = [layer.mlp for layer in language.model.model.layers]
+    places = [{part.packed.untyped_storage().data_ptr() for part in (mlp.gate_proj, mlp.up_proj)} for mlp in layers]
+    assert [len(place) for place in places] == [2, 1]
+    check_equal(language)
+
+
+def test_tables_are_no_norms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only weights of one dimension are tried as norms. (Embeddings and heads were copied to float32, twice.)"""
+    tried, original = list[int](), fused_layers._Norm.kinds
+    monkeypatch.setattr(
+        fused_layers._Norm, "kinds", lambda module: tried.append(module.weight.dim()) or original(module)
+    )
+    LanguageModel(tiny("llama"), backend="packed")
+    assert set(tried) == {1}
+
+
+def test_why_a_module_is_not_fused(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """The log says it. (A name that transformers changed left all layers apart, in silence.)"""
+    caplog.set_level("DEBUG", logger="specdec")
+    monkeypatch.setattr(fused_layers, "CACHE", "another_name")
+    assert fused(LanguageModel(tiny("llama"), backend="packed")) == {"_Gated": 2, "_Norm": 5}
+    assert "model.layers.0.self_attn is not fused: KeyError('another_name')" in caplog.text

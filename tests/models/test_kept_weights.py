@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+import specdec
 from specdec import Loading, kernels
 from specdec.bench.parts import Drafting, Mode
 from specdec.bench.suite import Cell
 from specdec.bench.systems import Systems
-from specdec.kernels import kept
+from specdec.errors import LoadError
+from specdec.kernels import PackedLinear, kept
 from specdec.models import LanguageModel, load_model
 from specdec.models.loading import kept_weights, lighten
 from specdec.models.loading import load as load_module
@@ -132,9 +135,21 @@ def test_other_options_and_releases(source: str, root: Path, monkeypatch: pytest
     ):
         load(source, **{**EIGHT, **more})
         assert len(folders(root)) == count + 1
+    load(source, **{**EIGHT, "dtype": torch.bfloat16})
+    assert len(folders(root)) == 4
     monkeypatch.setattr(kernels, "digest", lambda: "another processor")
     load(source, **EIGHT)
     assert len(folders(root)) == 5
+
+
+def test_what_else_decides(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measured numbers depend on threads, and packing on two more files. (Their changes found old weights.)"""
+    names = {KeptWeights(source, Loading(quantization="auto")).folder}
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
+    names.add(KeptWeights(source, Loading(quantization="auto")).folder)
+    assert len(names) == 2
+    code = {path.name for pattern in kept_weights._CODE for path in Path(specdec.__file__).parent.glob(pattern)}
+    assert {"packed_layers.py", "load.py", "packed_linear.py", "weights.py"} <= code
 
 
 @INFO
@@ -149,6 +164,7 @@ def test_what_is_not_kept(
     load(source)
     load(source, backend="eager", **EIGHT)
     load(source, device_map="cpu", **EIGHT)
+    load(source, trust_remote_code=True, **EIGHT)  # whose code no folder's name covers
     with monkeypatch.context() as patch:
         patch.setattr(kept_weights, "_LEAST", 2**26)
         load(source, **EIGHT)
@@ -231,6 +247,25 @@ def test_a_broken_folder(harm: str, source: str, root: Path, caplog: pytest.LogC
     assert not caplog.messages
 
 
+@pytest.mark.parametrize("error", [RuntimeError("no memory"), MemoryError(), OSError(errno.EMFILE, "too many"), None])
+def test_a_good_folder_that_cannot_be_read_now(
+    error: Exception | None, source: str, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stays, and the source is loaded. (It was deleted for want of memory or open files.)"""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise error or LoadError("weights cannot be read") from OSError(errno.EIO, "Input/output error")
+
+    first, before = load(source, **EIGHT), folders(root)
+    with monkeypatch.context() as patch:
+        patch.setattr(load_module, "read_packed", fail)
+        check_same(load(source, **EIGHT), first, "llama")
+    assert folders(root) == before
+    read = reads(monkeypatch)
+    load(source, **EIGHT)
+    assert len(read) == 1
+
+
 def test_two_writers(source: str, root: Path) -> None:
     """The second one leaves what the first one wrote."""
     models = [load_module._read(source, Loading(**EIGHT), "model") for _ in range(2)]
@@ -242,6 +277,63 @@ def test_two_writers(source: str, root: Path) -> None:
     [folder] = folders(root)
     assert [path for path in root.iterdir() if path.is_dir()] == [folder]
     check_same(load(source, **EIGHT), LanguageModel(models[0], owned=True), "llama")
+
+
+def test_a_lock_that_is_held(source: str, root: Path) -> None:
+    """Whoever comes second leaves the folder to the first one. (It waited for the lock, also at its end.)"""
+    folder = KeptWeights(source, Loading(**EIGHT)).folder
+    assert folder is not None
+    with kept.alone(folder.with_suffix(".lock"), "SPECDEC_PACKED"):
+        load(source, **EIGHT)
+    assert not folders(root)
+
+
+@pytest.mark.parametrize("patience", [0.0, 60.0])
+@INFO
+def test_the_end_of_a_program(
+    patience: float, source: str, root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It waits some seconds, and leaves no half of a folder. (It waited until gigabytes were written.)"""
+    monkeypatch.setattr(kept_weights, "_PATIENCE", patience)
+    ended = threading.Thread(target=int)
+    with monkeypatch.context() as patch:
+        patch.setattr(kept_weights.threading, "main_thread", lambda: ended)
+        load(source, **EIGHT)
+    assert len(folders(root)) == bool(patience)
+    assert ("packed weights are not kept: the program ended before" in caplog.text) == (not patience)
+    assert not list(root.glob("*.part"))
+
+
+@INFO
+def test_any_error_of_writing(
+    source: str, root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is one line. (A thread died of those that were not thought of, with a traceback on stderr.)"""
+    monkeypatch.setattr(PackedFolder, "write", lambda *_: 1 / 0)
+    load(source, **EIGHT)
+    assert not folders(root)
+    assert "packed weights are not kept: division by zero" in caplog.text
+
+
+def test_a_file_that_another_process_deletes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no size. (The doctor and writers failed for it.)"""
+    for name in ("a", "b"):
+        (tmp_path / name).write_bytes(b"four")
+    monkeypatch.setattr(os, "walk", lambda _: [(str(tmp_path), [], ["a", "gone", "b"])])
+    assert kept.size(tmp_path) == 8
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma"])
+def test_layers_that_are_packed_besides(name: str, tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They lie packed in the folder, and in memory once. (Their floats stayed in memory until all was written.)"""
+    source, how = saved(name, tmp_path / "source"), {"backend": "packed", **EIGHT}
+    first = load(source, **how)
+    [folder] = folders(root)
+    layers = {f"{place}.weight" for place, layer in first.model.named_modules() if isinstance(layer, PackedLinear)}
+    assert not layers & load_file(folder / "model.safetensors").keys()
+    read = reads(monkeypatch)
+    check_same(load(source, **how), first, name)
+    assert len(read) == 1
 
 
 def test_a_writer_that_was_killed(source: str, root: Path) -> None:

@@ -2,13 +2,15 @@
 
 A trial says what can be fused. In its passes, each module that looks like one of the family is compared with a call
 that should compute the same. Where all results are equal, bit for bit, the call takes the place of the module's
-`forward`; all other modules stay as they are, and those that a caller gave hooks or methods.
+`forward`; all other modules stay as they are, and those that a caller gave hooks or methods. As short passes do not
+show what differs far on in a text, only model types are tried that tests compare. Joined layers may round in another
+way in passes over many rows, where they are one matrix product.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -21,7 +23,13 @@ from specdec.models.backends.fused_linear import join_layers
 from specdec.models.backends.ragged_model import RaggedModel, Sigmoid, Tanh, noting
 from specdec.models.hf.derived import shallow_copy
 from specdec.models.hf.model_state import runs_other_code
+from specdec.models.hf.private_api import CACHE
 
+_log = logging.getLogger(__name__)
+_TYPES = {
+    *("llama", "qwen2", "qwen3", "mistral", "phi3", "gemma", "gemma2", "gemma3_text", "granite"),
+    *("olmo2", "mixtral", "qwen3_moe", "stablelm", "cohere"),  # in parts
+}
 _NAMES = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_pytorch_tanh"}
 _ACTIVATIONS: dict[type[Any], str] = {type(ACT2FN[name]): own for name, own in _NAMES.items()}
 _ACTIVATIONS |= {Sigmoid: "sigmoid", Tanh: "tanh"}
@@ -48,16 +56,17 @@ class _Attention:
     """The `forward` of an attention module."""
 
     def __init__(self, index: int, layers: Sequence[PackedLinear], out: PackedLinear, *options: Any) -> None:
-        self.index, self.layers, self.options = index, layers, (list(map(_linear, layers)), _linear(out), *options)
+        self.index, self.layers = index, layers  # keeps joined layers, which others share
+        self.options = list(map(_linear, layers)), _linear(out), *options
         self.part = part("Attention", *self.options, *_ALONE)
 
     def run(self, part: Any, x: Tensor, turns: tuple[Tensor, Tensor], table: Tensor, text: Any) -> Tensor:
         return part.run(x, *turns, table, *text.buffers[self.index])  # type: ignore[no-any-return]
 
     def __call__(
-        self, hidden_states: Tensor, position_embeddings: Any, attention_mask: Any, past_key_values: Any, **_: Any
+        self, hidden_states: Tensor, position_embeddings: Any, attention_mask: Any, **named: Any
     ) -> tuple[Tensor, None]:
-        return self.run(self.part, hidden_states, position_embeddings, attention_mask, past_key_values), None
+        return self.run(self.part, hidden_states, position_embeddings, attention_mask, named[CACHE]), None
 
 
 class _Gated:
@@ -65,7 +74,8 @@ class _Gated:
 
     def __init__(self, layers: Sequence[PackedLinear], is_apart: bool, down: PackedLinear, activation: Any) -> None:
         name, scale = _ACTIVATIONS[type(activation)], getattr(activation, "scale", 1.0)
-        self.layers, self.options = layers, (list(map(_linear, layers)), is_apart, _linear(down), name, scale)
+        self.layers = layers  # as in _Attention
+        self.options = list(map(_linear, layers)), is_apart, _linear(down), name, scale
         self.part = part("Gated", *self.options, *_ALONE)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -80,17 +90,16 @@ class _Layer:
         self.attention, self.of_attention = attention, part("Attention", *attention.options, one, two, True)
         self.gated, self.of_gated = gated, part("Gated", *gated.options, three, four, True)
 
-    def __call__(
-        self, hidden_states: Tensor, attention_mask: Any, *, position_embeddings: Any, past_key_values: Any, **_: Any
-    ) -> Tensor:
-        x = self.attention.run(self.of_attention, hidden_states, position_embeddings, attention_mask, past_key_values)
+    def __call__(self, hidden_states: Tensor, attention_mask: Any, *, position_embeddings: Any, **named: Any) -> Tensor:
+        x = self.attention.run(self.of_attention, hidden_states, position_embeddings, attention_mask, named[CACHE])
         return self.of_gated.run(x)  # type: ignore[no-any-return]
 
 
 class _Trial:
     """Compares modules of a model with calls that should give the same, in passes that the model runs meanwhile.
 
-    `calls` holds, by module, the call that gave the same until now, or None.
+    `calls` holds, by module, the call that gave the same until now, or None. Layers are joined in the second pass, for
+    calls that gave the same in the first one.
     """
 
     def __init__(self, model: nn.Module, others: Sequence[nn.Module], noted: Any) -> None:
@@ -99,22 +108,25 @@ class _Trial:
         self.hooks = [m.register_forward_hook(partial(self._compare, name), with_kwargs=True) for name, m in named]
 
     def _compare(self, name: str, module: nn.Module, given: Any, named: Any, output: Any) -> None:
-        before = self.calls.get(name)
-        makers = self._makers(name, module) if name not in self.calls else [lambda: before] if before else []
+        before, self._joins = self.calls.get(name), name in self.calls
+        if self._joins and before is None:
+            return
         self.calls[name] = None
-        for maker in makers:
-            with suppress(Exception):  # whatever a module of another family lacks
+        for maker in [lambda: before] if isinstance(before, _Norm) else self._makers(name, module):
+            try:
                 call = maker()
                 made = call(*given, **named)
                 one, other = (made[0], output[0]) if isinstance(output, tuple) else (made, output)
                 if torch.equal(one, other):
                     self.calls[name] = call
                     return
+            except Exception as error:  # whatever a module of another family lacks
+                _log.debug("%s is not fused: %r", name, error)
 
     def _makers(self, name: str, module: Any) -> Sequence[Callable[[], Any]]:
         """Makers of calls that may be a module's."""
         children = dict(module.named_children())
-        if not children and isinstance(getattr(module, "weight", None), Tensor):
+        if not children and getattr(module._parameters.get("weight"), "ndim", 0) == 1:
             return _Norm.kinds(module)
         if module in self._noted:
             return [partial(self._attention, name, module, children)]
@@ -150,7 +162,7 @@ class _Trial:
         """The layer `whole` of a module, or these `parts`, joined if they can be."""
         names = whole if whole[0] in children else parts
         layers = [children[one] for one in names]
-        joined = join_layers(layers, self._others, [f"{name}.{one}" for one in names])
+        joined = join_layers(layers, self._others, [f"{name}.{one}" for one in names]) if self._joins else None
         return layers if joined is None else [joined]
 
 
@@ -159,6 +171,9 @@ def fused(model: RaggedModel, others: Sequence[nn.Module], run: Callable[[], obj
 
     Tensors of layers that share an input move to one piece, in the models `others` over the same layers, too.
     """
+    config = model.model.config.get_text_config(decoder=True)
+    if config.model_type not in _TYPES or getattr(config, "clip_qkv", None):
+        return model
     with noting() as noted:
         trial = _Trial(model.model, [model.model, *others], noted)
         try:

@@ -39,17 +39,18 @@ class RaggedForward:
         self._language = language
         self._none = torch.empty(0, dtype=torch.long, device=language.device)
         self.model = RaggedModel(language)
-        self._fusable: list[list[str]] = []
         self.compiled: CompiledForward | None = None
         try:
             trial, expected = self._trial()
-            logits = self._tried(trial)
+            with readers(self.model.model) as self._fusable:
+                logits = self._tried(trial[:1])
+            logits = torch.cat([logits, self._tried(trial[1:])])
+            self.fused = fused(self.model, [language.model], partial(self._tried, trial))
         except Exception as error:  # whatever an architecture raises: it does not run so
             raise UnsupportedError(f"{type(language.model).__name__} does not attend as others do ({error})") from error
         blind = max(kind.first for kind in language.capability.kinds)  # nodes that see nothing
         if not alike(logits[blind:], expected[blind:], language.model):
             raise UnsupportedError(f"{type(language.model).__name__} gives other logits with attention of our own")
-        self.fused = fused(self.model, [language.model], partial(self._tried, trial))
 
     def __call__(
         self, inputs: PassInputs, layers: bool | Sequence[int] = ()
@@ -131,12 +132,8 @@ class RaggedForward:
 
     @torch.no_grad()
     def _tried(self, passes: Sequence[PassInputs]) -> Tensor:
-        """The logits of the trial; notes which layers read the same input."""
-        logits = []
-        for inputs in passes:
-            with readers(self.model.model) as self._fusable:
-                logits.append(self.model.output(inputs)[0][0])
-        return torch.cat(logits)
+        """The logits of passes of the trial."""
+        return torch.cat([self.model.output(inputs)[0][0] for inputs in passes])
 
 
 def _obstacle(language: ModelSpec) -> str | None:

@@ -2,12 +2,13 @@
 
 They are packed folders (`packed_folder`) in `packed`, beside the kernels, or in `$SPECDEC_PACKED`. A folder's name is a
 digest of the source's files, the options of loading, this processor, and the releases and sources of what packs. A
-thread of low priority writes it after loading, in a folder of another name; a program that ends waits for it. Above
-`$SPECDEC_PACKED_BYTES` those that were not loaded for the longest time are deleted; 0 keeps none.
+thread of low priority writes it after loading, in a folder of another name; a program that ends waits some seconds
+for it. Above `$SPECDEC_PACKED_BYTES` those that were not loaded for the longest time are deleted; 0 keeps none.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
@@ -27,14 +28,14 @@ import torch
 import transformers
 
 from specdec import __version__, kernels
-from specdec.errors import SpecdecError, UnsupportedError
+from specdec.errors import LoadError, SpecdecError, UnsupportedError
 from specdec.kernels import kept
 from specdec.models.backends.packed_layers import is_packed
 from specdec.models.gguf.reader import part_names
 from specdec.models.hf.private_api import cached
 from specdec.models.loading.gguf import located
 from specdec.models.loading.packed_folder import METHOD, PackedFolder
-from specdec.options.load import Loading
+from specdec.options.load import AUTO, Loading
 
 _log = logging.getLogger(__name__)
 _FOLDER, _BYTES = "SPECDEC_PACKED", "SPECDEC_PACKED_BYTES"
@@ -43,8 +44,13 @@ _LEAST = 2**26  # bytes of weights: fewer are packed in no time
 _HEAD = 2**16  # bytes of a file that its digest covers
 _MARK = "source.txt"  # which tells of what a folder was made, and when it was used
 _OF_HUB = re.compile(r"/models--[^/]+/snapshots/[0-9a-f]{40}/")  # a commit's files, which do not change
-_SOURCES = "kernels", "models/gguf", "models/loading"  # whose code decides what is packed
 _WRITES = ContextVar("_WRITES", default=True)
+_PATIENCE = 5.0  # seconds for which a program that ends waits
+_CODE = (  # which decides what is packed
+    *("kernels/*.py", "models/gguf/*.py", "models/loading/*.py"),
+    *("models/backends/packed_layers.py", "options/load.py"),
+)
+_BROKEN = LoadError, ValueError, KeyError, OSError  # what reading a broken folder raises
 
 
 class KeptWeights:
@@ -55,7 +61,7 @@ class KeptWeights:
 
     def __init__(self, name: str, how: Loading) -> None:
         self._name, self._how, self._began, self._most = name, how, perf_counter(), _most()
-        self.folder, self._source = None, ""
+        self.folder, self._source, self._ended = None, "", 0.0
         with suppress(OSError, ValueError, SpecdecError, kept.Lack):  # what is wrong with a source, its load says
             if self._most and kernels.available() and (source := _source(name, how)):
                 self._source = source
@@ -70,11 +76,13 @@ class KeptWeights:
         plain = replace(self._how, quantization=None, dtype="auto", gguf_file=None, revision=None)
         try:
             model = read(str(self.folder), plain)
-        except (MemoryError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:  # whatever files raise that are broken, or deleted meanwhile
+        except Exception as error:
             _log.info("packed weights in %s cannot be read (%s), and are packed anew", self.folder, error)
-            shutil.rmtree(self.folder, ignore_errors=True)
+            number = getattr(error.__cause__ or error, "errno", None)  # transformers' errors have none
+            if isinstance(error, _BROKEN) and number in (None, errno.ENOENT):
+                shutil.rmtree(self.folder, ignore_errors=True)
+            else:  # a lack of memory or open files, say
+                self.folder = None
             return None
         self.folder = None
         model.name_or_path = model.config.name_or_path = self._name
@@ -105,11 +113,13 @@ class KeptWeights:
         with suppress(AttributeError, OSError):  # not on Linux
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         try:
-            with kept.alone(self.folder.with_suffix(".lock"), _FOLDER):
+            if kept.is_held(lock := self.folder.with_suffix(".lock"), _FOLDER):
+                return
+            with kept.alone(lock, _FOLDER):
                 if not (self.folder / _MARK).exists():  # of another process
                     self._put(packed)
             kept.make_room(self.folder, _MARK, self._most, _FOLDER)
-        except (kept.Lack, OSError, SpecdecError) as error:
+        except Exception as error:  # of disks, other processes and weights that change
             _log.info("packed weights are not kept: %s", error)
 
     def _put(self, packed: PackedFolder) -> None:
@@ -124,12 +134,19 @@ class KeptWeights:
             raise kept.Lack(f"{part.parent} has {free / 2**30:.1f} GiB free", f"name another folder in {_FOLDER}")
         part.mkdir()
         try:
-            packed.write(part)
+            packed.write(part, self._check)
             (part / _MARK).write_text(self._source, "utf-8")
             shutil.rmtree(self.folder, ignore_errors=True)  # what is left of a broken one
             part.rename(self.folder)
         finally:
             shutil.rmtree(part, ignore_errors=True)
+
+    def _check(self) -> None:
+        """Raises Lack if the program has been waiting for too long to end."""
+        if not threading.main_thread().is_alive():
+            self._ended = self._ended or perf_counter()
+            if perf_counter() - self._ended > _PATIENCE:
+                raise kept.Lack("the program ended before", "")
 
 
 @contextmanager
@@ -165,7 +182,9 @@ def _root() -> Path:
 
 
 def _source(name: str, how: Loading) -> str | None:
-    """All that decides which weights a load packs, in lines; None for a source that is packed already."""
+    """All that decides which weights a load packs, in lines; None for a source that is packed, or runs its own code."""
+    if how.trust_remote_code:  # which may lie anywhere
+        return None
     if how.gguf_file is None:
         first = Path(cached(name, "config.json", how.revision))
         weights = sorted(first.parent.glob("*.safetensors"))
@@ -175,7 +194,9 @@ def _source(name: str, how: Loading) -> str | None:
     else:
         first = located(name, str(how.gguf_file), how.revision)
         weights = [Path(part) for part in part_names(str(first))]
-    options = [f"{option}: {getattr(how, option)}" for option in ("quantization", "dtype", "activations")]
+    dtype = str(how.dtype).removeprefix("torch.")
+    threads = torch.get_num_threads() if how.quantization in (None, AUTO) else 0  # where numbers are measured
+    options = [f"{how.quantization} {dtype} {how.activations} {how.backend == 'packed'} {threads}"]
     releases = f"specdec {__version__}, transformers {transformers.__version__}"
     files = [*weights, *sorted(first.parent.glob("*.json")), *sorted(first.parent.glob("*.py"))]
     states = [str(first)] if _OF_HUB.search(first.as_posix()) else map(_file, files)
@@ -193,5 +214,5 @@ def _file(path: Path) -> str:
 def _code() -> str:
     """A digest of the code that packs."""
     root = Path(__file__).parents[2]
-    files = [path for part in _SOURCES for path in sorted((root / part).glob("*.py"))]
+    files = [path for pattern in _CODE for path in sorted(root.glob(pattern))]
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()

@@ -144,10 +144,9 @@ def _from_checkpoint(source: str, folder: str, how: Loading, name: str) -> Langu
         weights = KeptWeights(folder, how) if is_whole else None
         model = weights and weights.read(partial(_read, argument=name))
         model = model or _read_fast(folder, how, name)
-        writing = weights and weights.writing(model)  # before other layers are packed, which costs little
     language = LanguageModel(model, backend=how.backend, exactness=how.exactness, owned=True)
     language.loading_seconds = perf_counter() - began
-    if writing:
+    if weights and (writing := weights.writing(model)):
         writing.start()
     if language.sees and not eyes(model):
         language.unread = partial(_eyes, source, folder, how, name, language)

@@ -40,8 +40,8 @@ class PackedFolder:
 
     def __init__(self, model: Any) -> None:
         kind, config = type(model), copy(model.config)
-        odd = [type(part).__name__ for part in model.modules() if type(part).__module__.startswith("specdec.")]
-        odd = [one for one in odd if one not in {known.__name__ for known in _KINDS}]
+        kinds = [type(part) for part in model.modules() if type(part) not in _KINDS]
+        odd = [one.__name__ for one in kinds if one.__module__.startswith("specdec.")]
         is_known = getattr(transformers, kind.__name__, None) is kind
         has_more = hasattr(config, "vision_config") or hasattr(config, "audio_config")
         if odd or has_more or not is_known or getattr(model, "_hf_peft_config_loaded", False):
@@ -58,9 +58,12 @@ class PackedFolder:
         self._tensors = _tensors(model)
         self.nbytes = sum(tensor().nbytes for tensor in self._tensors.values())
 
-    def write(self, folder: Path) -> None:
-        """Writes all files into a folder; raises OSError, and LoadError if a weight was changed meanwhile."""
-        write_tensors(folder / _FILE, self._tensors)
+    def write(self, folder: Path, check: Callable[[], object] = bool) -> None:
+        """Writes all files into a folder, and calls `check` before each tensor.
+
+        Raises OSError, LoadError if a weight was changed meanwhile, and what `check` raises.
+        """
+        write_tensors(folder / _FILE, self._tensors, check)
         for name, text in self._texts.items():
             (folder / name).write_text(text, "utf-8")
 

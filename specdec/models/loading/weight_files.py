@@ -29,7 +29,7 @@ from specdec.models.hf.load_hook import with_bar
 from specdec.models.hf.private_api import module_names
 
 ALIGNED = 64  # bytes; kernels round differently at other addresses
-_HELD = 1 << 27  # bytes of mapped files that may stay in memory
+_MOST_MAPPED = 1 << 27  # bytes of mapped files that may stay in memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +108,8 @@ def read_tensors(path: str, mapped: Set[str] = frozenset()) -> dict[str, Tensor]
     return tensors
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Callable[[], Tensor]]) -> None:
-    """Writes a safetensors file, one tensor after the other, without a copy of them all.
+def write_tensors(path: Path, tensors: Mapping[str, Callable[[], Tensor]], check: Callable[[], object]) -> None:
+    """Writes a safetensors file, one tensor after the other, without a copy of them all; calls `check` before each.
 
     Every tensor is called twice, and may lie elsewhere the second time; raises LoadError if it is another one then.
     """
@@ -125,6 +125,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Callable[[], Tensor]]) -> No
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name, get in ordered:
+            check()
             one = get().contiguous()
             if (words[one.dtype], list(one.shape)) != (header[name]["dtype"], header[name]["shape"]):
                 raise LoadError(f"the weight {name} was changed while it was written")
@@ -148,7 +149,7 @@ class Mapped:
     def used(self, nbytes: int) -> None:
         """So many bytes more were read, which are not needed again."""
         self._read += nbytes
-        if self._read > _HELD:
+        if self._read > _MOST_MAPPED:
             self.forget()
 
     def forget(self) -> None:
