@@ -91,7 +91,7 @@ class SpecGenerator:
         if tokenizer is None and isinstance(target, str | PathLike):  # after the model, whose error gives the reason
             tokenizer = tokenizer_beside(str(target), sees=self.target.sees)
         self.tokenizer, self.processor = split_processor(tokenizer)
-        self.memory, self.grammars = wish.made(self.tokenizer), Grammars(self.target.vocab_size)
+        self.memory, self.grammars = wish.make(self.tokenizer), Grammars(self.target.vocab_size)
         self._drafts = Drafts(self.target, backend=backend, memory=self.memory)
         self._scheduled = ScheduledDraft(self.target, self._drafts.make(draft, self.tokenizer, assistant_tokenizer))
         wish.check(self.draft)

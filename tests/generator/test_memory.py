@@ -114,14 +114,15 @@ def test_files_make_a_small_draft_model_copy() -> None:
 
 
 def test_more_files_than_fit_warn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last ones stay."""
+    """The first ones stay. (All were read before the first were dropped.)"""
     monkeypatch.setattr("specdec.generator.memories.MEMORY_BYTES", 20_000)
+    (tmp_path / "large").write_text("x" * 20_001)
     for number in range(20):
         (tmp_path / f"{number:02}").write_text(f"{number:02}" * 30)
     with pytest.warns(UserWarning, match="not all files fit"):
         memory = SpecGenerator(tiny("llama", vocab=WIDTH), "suffix", tokenizer=byte_tokenizer(), memory=tmp_path).memory
     assert memory is not None
-    assert memory.lookup(byte_tokenizer().encode("19191", add_special_tokens=False), "", 1) is not None
+    assert memory.lookup(byte_tokenizer().encode("00000", add_special_tokens=False), "", 1) is not None
 
 
 @pytest.mark.parametrize(
