@@ -82,8 +82,8 @@ class Stats:
 
     @property
     def draft_advice(self) -> str:
-        """That the draft took longer than it saved, and what to do; empty where it did not."""
-        if self.saved_seconds >= -_LOSS * self.seconds:
+        """That the draft took longer than it saved, and what to do; empty where it did not, or nobody named it."""
+        if self.settings.get("draft_kind") == "form" or self.saved_seconds >= -_LOSS * self.seconds:
             return ""
         return f"the draft took {-self.saved_seconds:.2f} s more than it saved: leave it out"
 

@@ -17,7 +17,8 @@ from specdec.engine.request import Request
 from specdec.errors import DraftError, OptionError
 from specdec.models import LanguageModel, Session
 from specdec.options.fields import is_whole
-from specdec.proposers.chains import chain_per_leaf
+from specdec.proposers.chains import chain_per_leaf, known_tokens
+from specdec.proposers.function import token_ids
 
 _log = logging.getLogger(__name__)
 FORM = "form"
@@ -63,13 +64,14 @@ class OpenDraft(NamedTuple):
 class OpenDrafts:
     """The open drafts of one target's sequences, by the identity of their drafts in `open`.
 
-    `requests`: the requests of running sequences, by the sequences' ids. An exception within `guard(seqs)` ends the
-    requests of these sequences.
+    `requests`: the requests of running sequences, by the sequences' ids. `forced`: the ids of those whose last proposal
+    a form forced. An exception within `guard(seqs)` ends the requests of these sequences.
     """
 
     def __init__(self, model: LanguageModel, requests: Mapping[int, Request], guard: Guard) -> None:
         self.open: dict[int, OpenDraft] = {}
         self.keys: dict[RunningSequence, Hashable] = {}
+        self.forced: set[int] = set()
         self._model, self.requests, self.guard = model, requests, guard
 
     def of(self, seq: RunningSequence) -> OpenDraft | None:
@@ -96,6 +98,7 @@ class OpenDrafts:
         right.
         """
         proposals: dict[int, Tree] = {}
+        self.forced.clear()
         for opened, group in grouped(seqs, self.of):
             if reading and not (opened.draft.instant or self._model.is_offloaded):
                 continue
@@ -132,20 +135,26 @@ class OpenDrafts:
 
         A draft that runs a model is asked, too, where fewer tokens are forced than it mostly guesses.
         """
-        forced = seq.task.forced
+        forced, vocab, copies = seq.task.forced, self._model.vocab_size, list[int]()
         if forced is None or budget.limit <= 0:
             return {}
 
         def guess(tail: list[int]) -> tuple[list[int], list[float]]:
-            tokens = forced(seq.tokens + tail)
+            tokens = token_ids(forced(seq.tokens + tail), seq.remaining, vocab, "`forced` of a processor")
+            tokens = known_tokens(tokens, vocab, seq.task.ends)
             if len(tokens) < (1 if opened.draft.instant else _ENOUGH):
                 return [], []
             more, sure = opened.proposer.after(seq, tail + tokens, max(budget.limit - len(tokens), 0))
+            copies.extend(more)
             return tokens + more, [1.0] * len(tokens) + sure
 
         with self.guard([seq]):
-            tree = _allowed(seq, chain_per_leaf(seq, budget, FORM, guess))
-            return {seq.id: tree} if tree.tokens else {}
+            tree = chain_per_leaf(seq, budget, FORM, guess)
+            self._check(seq, budget, tree, FORM)
+            tree = _allowed(seq, tree) if copies else tree
+            if tree.tokens:
+                self.forced.add(seq.id)
+                return {seq.id: tree}
         return {}
 
     def _ask(self, proposer: Proposer, seqs: Sequence[RunningSequence], budgets: Sequence[Budget]) -> dict[int, Tree]:

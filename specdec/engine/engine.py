@@ -21,7 +21,7 @@ from specdec.core.outcome import Outcome, Round, SequenceRound, accept
 from specdec.core.sequence import RunningSequence
 from specdec.core.tree import EMPTY, Tree
 from specdec.core.work import READ_ALONG
-from specdec.engine.drafts import FORM, Guarded, OpenDrafts, grouped
+from specdec.engine.drafts import Guarded, OpenDrafts, grouped
 from specdec.engine.memory import MemoryBudget
 from specdec.engine.prefix_cache import PrefixCache
 from specdec.engine.request import Request
@@ -182,7 +182,7 @@ class Engine:
                 continue
             seq, proposal = one.seq, one.out.work.proposal
             draft, length = self._requests[seq.id].draft, len(seq.tokens)
-            by_draft = seq.id in proposals and proposal.source != FORM
+            by_draft = seq.id in proposals and seq.id not in self.drafts.forced
             reads = by_draft and draft is not None and not draft.instant
             reads = reads and length - seq.draft_length > READ_ALONG
             rounds.append(one.round(prefill=reads or not seq.prefilled))

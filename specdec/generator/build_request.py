@@ -240,7 +240,7 @@ class Call:
             encoder_row=r // o.copies,
             pictures=None if prompt.pictures is None or prompt.pictures.before else prompt.pictures,
             salt=self.extras.cache_salt or "",
-            **{name: next(_methods(processors, name), None) for name in ("allowed", "forced")},
+            **{name: next(methods(processors, name), None) for name in ("allowed", "forced")},
         )
         common: dict[str, Any] = {"max_length": stop.max_length, "device": device, "task": task}
         return RunningSequence(
@@ -288,7 +288,7 @@ class Call:
         return make_strategy(setup)
 
 
-def _methods(processors: Sequence[Any], name: str) -> Iterator[Any]:
+def methods(processors: Sequence[Any], name: str) -> Iterator[Any]:
     """The methods of this name that processors have."""
     return (getattr(one, name) for one in processors if callable(getattr(type(one), name, None)))
 

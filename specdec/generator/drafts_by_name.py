@@ -138,7 +138,7 @@ class Drafts:
     def _of_call(self, name: str, given: Mapping[str, Any], tokenizer: Any) -> Draft | None:
         match name:
             case "prompt_lookup_num_tokens":
-                return _lookup(**given)
+                return self._remembering(_lookup(**given))
             case "assistant_early_exit":
                 layers, most = given[name], self._target.num_layers - 1
                 if not is_whole(layers) or not 1 <= layers <= most:
@@ -209,7 +209,10 @@ class Drafts:
         return HybridDraft(self._remembering(SuffixDraft()), draft)
 
     def _remembering(self, draft: Any) -> Any:
-        """A draft that copies, with the memory unless it has one; of a caller's object a copy. Others as they are."""
+        """A draft that copies, alone or in a pair, with the memory unless it has one (a copy); others as they are."""
+        if self._memory is not None and isinstance(draft, HybridDraft):
+            draft = copy(draft)
+            draft.text = self._remembering(draft.text)
         if self._memory is None or not isinstance(draft, TextDraft) or draft.memory is not None:
             return draft
         made = copy(draft)

@@ -20,7 +20,7 @@ from specdec.engine.engine import Engine
 from specdec.engine.openmp import release_helpers
 from specdec.engine.prefix_cache import PrefixCache
 from specdec.errors import OptionError
-from specdec.generator.build_request import Call, Extras, ScheduledDraft
+from specdec.generator.build_request import Call, Extras, ScheduledDraft, methods
 from specdec.generator.checks import check_draft
 from specdec.generator.drafts_by_name import NAMES as DRAFT_NAMES
 from specdec.generator.drafts_by_name import Drafts, language_model, loaded, named_drafts
@@ -35,7 +35,7 @@ from specdec.models import LanguageModel, needs_eyes, plain_modes
 from specdec.options.generate import Form, Options, listed
 from specdec.options.load import Loading, check_loaded
 from specdec.options.resolve import check_defaults, resolve
-from specdec.proposers.function import FunctionDraft, form
+from specdec.proposers.form import FormDraft
 
 _EXTRAS = tuple(Extras.__dataclass_fields__)
 PREFIX_BYTES = 2**28
@@ -91,12 +91,12 @@ class SpecGenerator:
         if tokenizer is None and isinstance(target, str | PathLike):  # after the model, whose error gives the reason
             tokenizer = tokenizer_beside(str(target), sees=self.target.sees)
         self.tokenizer, self.processor = split_processor(tokenizer)
-        self.memory, self.grammars = wish.made(self.tokenizer), Grammars(self.target.vocab_size)
+        self.memory, self.grammars = wish.make(self.tokenizer), Grammars(self.target.vocab_size)
         self._drafts = Drafts(self.target, backend=backend, memory=self.memory)
         self._scheduled = ScheduledDraft(self.target, self._drafts.make(draft, self.tokenizer, assistant_tokenizer))
         wish.check(self.draft)
         # Where a call has a form and no draft is named, what the form forces is guessed; "none" names that none is.
-        self._forms = self._scheduled if draft is not None else ScheduledDraft(self.target, FunctionDraft(form))
+        self._forms = self._scheduled if draft is not None else ScheduledDraft(self.target, FormDraft())
         self._prefixes, self._promised = _prefixes(prefix_cache), prefix_cache is not None
         self._driver = Driver(Engine(self.target, kv_budget=kv_budget, prefix_cache=self._prefixes))
         release_helpers()  # loading started OpenMP workers here; decoding may run in another thread
@@ -279,15 +279,14 @@ class SpecGenerator:
             extras = Extras(**{**objects, "tokenizer": tokenizer})
             named = named_drafts(drafts, config) if drafts or config is not None else {}
             scheduled = self._drafts.of_call(named, tokenizer) if named else self._scheduled
-            draft = scheduled.draft
-            forces = options.form or any(callable(getattr(one, "forced", None)) for one in extras.logits_processor)
+            check_draft(scheduled.draft, options, given, extras.prediction, named=bool(named))
+            forces = options.form or any(methods(extras.logits_processor, "forced"))
             if forces and not named and not (options.needs_q or options.penalty_alpha or options.output_attentions):
-                scheduled, draft = self._forms, self._forms.draft
-            models = scheduled.models
+                scheduled = self._forms
+            draft, models = scheduled.draft, scheduled.models
             self.target.check_unchanged("target")
             for model in models:
                 model.check_unchanged("draft")
-            check_draft(draft, options, given, extras.prediction, named=bool(named))
             if options.form is not None:
                 grammar = self._grammar(options.form, options, extras)
                 extras = replace(extras, logits_processor=[*extras.logits_processor, grammar])

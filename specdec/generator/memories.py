@@ -40,20 +40,20 @@ class MemoryWish:
         paths = wanted if isinstance(wanted, list | tuple) else [wanted]
         if not paths or not all(path and isinstance(path, str | PathLike) for path in paths):
             raise OptionError.of("memory", "True, False, a number of bytes, or files and folders of text", memory)
-        return cls(MEMORY_BYTES, tuple(text for path in paths for text in _texts(Path(path))))
+        texts = list[str]()
+        for path in paths:
+            texts += _texts(Path(path), MEMORY_BYTES - sum(map(len, texts)))
+        return cls(MEMORY_BYTES, tuple(texts))
 
-    def made(self, tokenizer: Any) -> Memory | None:
+    def make(self, tokenizer: Any) -> Memory | None:
         """The memory, which has read the files; raises OptionError for files without a tokenizer."""
         memory = Memory(self.most_bytes) if self.most_bytes else None
         if self.texts and tokenizer is None:
             raise OptionError("`memory` names files, which a tokenizer must read: pass `tokenizer=`")
         if self.texts and memory is not None:
-            tokens = tokenizer(list(self.texts), add_special_tokens=False, verbose=False)["input_ids"]
-            if not memory.read(tokens):
-                most = f"{self.most_bytes / 2**20:.0f} MiB"
-                warnings.warn(
-                    f"`memory`: not all files fit in {most}, the first are left out: name fewer", stacklevel=4
-                )
+            read = (tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for text in self.texts)
+            if not memory.read(read):
+                _warn_of_rest()
         return memory
 
     def check(self, draft: Draft | None) -> None:
@@ -65,17 +65,27 @@ class MemoryWish:
             )
 
 
-def _texts(path: Path) -> list[str]:
-    """The text of a file, or of all files below a folder that are not hidden and text in UTF-8, at least one."""
-    files, texts, reason = [path], list[str](), "no file in it"
+def _texts(path: Path, room: int) -> list[str]:
+    """The text in UTF-8 of a file, or of the files below a folder that are not hidden, in at most `room` bytes."""
+    files, texts, reason, whole = [path], list[str](), "no file in it", True
     if path.is_dir():
         inside = (file for file in sorted(path.rglob("*")) if file.is_file())
         files = [file for file in inside if not any(part[0] == "." for part in file.relative_to(path).parts)]
     for file in files:
         try:
+            if file.stat().st_size > room:
+                whole, reason = False, "too large"
+                continue
             texts.append(file.read_text("utf-8"))
+            room -= file.stat().st_size
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or str(error)
     if not texts:
         raise OptionError(f"`memory`: {path} has no text in UTF-8 ({reason}): name another file or folder")
+    if not whole:
+        _warn_of_rest()
     return texts
+
+
+def _warn_of_rest() -> None:
+    warnings.warn(f"`memory`: not all files fit in {MEMORY_BYTES / 2**20:.0f} MiB: name fewer", stacklevel=5)

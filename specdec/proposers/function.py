@@ -39,11 +39,6 @@ class FunctionDraft(Draft):
         return FunctionProposer(self._propose, self._name, vocab_size)
 
 
-def form(tokens: list[int], k: int) -> list[int]:
-    """Guesses nothing: the draft of a call whose only guesses are those that its form forces."""
-    return []
-
-
 class FunctionProposer(Proposer):
     """Calls the user's function once per leaf."""
 
@@ -59,27 +54,26 @@ class FunctionProposer(Proposer):
 
     def _guess(self, seq: SequenceView, limit: int, beyond: list[int]) -> tuple[list[int], list[float]]:
         # The function gets a list of its own, which it may change.
-        tokens = self._checked(self._propose(seq.tokens + beyond, limit), limit) if limit else []
+        proposal = self._propose(seq.tokens + beyond, limit) if limit else []
+        tokens = token_ids(proposal, limit, self._vocab_size, f"draft {self._name}")
         return tokens, [1.0] * len(tokens)
 
-    def _checked(self, proposal: object, limit: int) -> list[int]:
-        """The first `limit` tokens of the proposal, as a list of ids; raises DraftError for anything else."""
-        if hasattr(proposal, "tolist"):
-            proposal = proposal.tolist()
-        if not isinstance(proposal, Iterable) or isinstance(proposal, str | bytes | dict):
-            raise DraftError(f"draft {self._name} must return a list of token ids, got {proposal!r}")
-        tokens = []
-        for token in islice(proposal, limit):  # it may be endless
-            try:
-                tokens.append(index(token))
-            except (TypeError, ValueError, RuntimeError):
-                tokens.append(-1)
-            if isinstance(token, bool) or not 0 <= tokens[-1] < self._vocab_size:
-                raise DraftError(
-                    f"draft {self._name} must return token ids from 0 to {self._vocab_size - 1}, got {token!r} among "
-                    "them"
-                )
-        return tokens
+
+def token_ids(proposal: object, limit: int, vocab_size: int, name: str) -> list[int]:
+    """The first `limit` tokens that the function `name` returned, as ids; raises DraftError for anything else."""
+    if hasattr(proposal, "tolist"):
+        proposal = proposal.tolist()
+    if not isinstance(proposal, Iterable) or isinstance(proposal, str | bytes | dict):
+        raise DraftError(f"{name} must return a list of token ids, got {proposal!r}")
+    tokens = []
+    for token in islice(proposal, limit):  # it may be endless
+        try:
+            tokens.append(index(token))
+        except (TypeError, ValueError, RuntimeError):
+            tokens.append(-1)
+        if isinstance(token, bool) or not 0 <= tokens[-1] < vocab_size:
+            raise DraftError(f"{name} must return token ids from 0 to {vocab_size - 1}, got {token!r} among them")
+    return tokens
 
 
 def refuse_class(name: str, draft: object) -> None:

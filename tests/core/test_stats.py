@@ -34,3 +34,4 @@ def test_a_draft_that_does_not_pay_is_named() -> None:
         Stats(num_spec_steps=1, seconds=2.0, saved_seconds=-0.4)
     )
     assert "leave it out" not in str(Stats(num_spec_steps=1, seconds=2.0, saved_seconds=-0.01))
+    assert not Stats(seconds=2.0, saved_seconds=-0.4, settings={"draft_kind": "form"}).draft_advice

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from specdec import SpecGenerator
 from specdec.decoding.processors.grammar import Grammars
-from specdec.errors import OptionError, UnsupportedError
+from specdec.errors import DraftError, OptionError, UnsupportedError
 from specdec.options.bundled_models import locate
 from specdec.options.generate import Form
 from tests.folders import WIDTH, byte_tokenizer
@@ -140,6 +140,46 @@ def test_a_token_that_may_go_on_is_left_to_the_target() -> None:
     grammar = Grammars(len(tokenizer)).make(Form("choice", ["return value", "return values"], "x"), tokenizer, [0])
     forced = tokenizer.decode(grammar.copy(0, 1).forced([]))
     assert forced == "return"
+
+
+class Forcing:
+    """A caller's processor that forces `tokens` after every text."""
+
+    def __init__(self, tokens: Any) -> None:
+        self.tokens = tokens
+
+    def __call__(self, ids: Any, logits: Any) -> Any:
+        return logits
+
+    def forced(self, text: Any) -> Any:
+        return self.tokens
+
+    def allowed(self, text: Any, tokens: Any) -> int:
+        raise AssertionError("forced tokens need no check")
+
+
+@pytest.mark.parametrize("tokens", [[WIDTH], [-1], ["a"], [1.5], 7, None], ids=str)
+def test_wrong_forced_tokens_are_told(tokens: Any) -> None:
+    """They went to the target, whose failed pass ended the requests of others, too."""
+    with pytest.raises(DraftError, match="`forced` of a processor must return"):
+        generator_of("none").generate("ab", max_new_tokens=8, logits_processor=[Forcing(tokens)])
+
+
+def test_forced_tokens_stop_at_the_end() -> None:
+    """Those behind an end were proposed, and every forced token was checked against the form again."""
+    gen = generator_of("none")
+    plain = gen.generate("ab", max_new_tokens=8, eos_token_id=2)
+    out = gen.generate("ab", max_new_tokens=8, eos_token_id=2, logits_processor=[Forcing([2] * 5)])
+    assert out.texts == plain.texts
+    assert out.stats is not None
+    assert {*out.stats.per_step_drafted} == {1}
+    assert out.stats.settings["draft_kind"] == "form"
+
+
+def test_branches_without_a_draft_are_idle_in_a_form() -> None:
+    """An error told of a draft that nobody had named."""
+    with pytest.warns(UserWarning, match="the call has no draft"):
+        generator_of("none").generate("ab", max_new_tokens=8, guided_choice=["yes", "no"], num_assistant_branches=2)
 
 
 def test_an_encoder_decoder_answers_in_a_form() -> None:

@@ -7,7 +7,8 @@ import pytest
 
 from specdec import OptionError, SpecGenerator
 from specdec.core.stats import Stats
-from specdec.proposers import SuffixDraft
+from specdec.models import LanguageModel
+from specdec.proposers import HybridDraft, ModelDraft, SuffixDraft
 from tests.folders import WIDTH, byte_tokenizer
 from tests.matrix import endless, some
 from tests.tiny import tiny
@@ -40,6 +41,16 @@ def test_a_prompt_that_comes_again_is_answered_from_memory(draft: Any) -> None:
         shares[name] = share(out.stats)
     assert shares["second"] > 0.8 > shares["first"]
     assert isinstance(draft, tuple) or shares["again"] == shares["other"] == shares["first"]
+
+
+def test_every_draft_that_copies_remembers() -> None:
+    """A HybridDraft object and `prompt_lookup_num_tokens` had no memory, and nothing told so."""
+    pair = HybridDraft(SuffixDraft(), ModelDraft(LanguageModel(tiny("llama", seed=1))))
+    for draft, how in ((pair, {}), (None, {"prompt_lookup_num_tokens": 9})):
+        generator = SpecGenerator(tiny("llama"), draft, memory=True)
+        first, again = (share(generator.generate(IDS[:1], **PLAIN, **how).stats) for _ in range(2))
+        assert again > first, draft
+    assert pair.text.memory is None
 
 
 @pytest.mark.parametrize("how", some("coupled", "beams", "ranked").values(), ids=str)
@@ -103,14 +114,15 @@ def test_files_make_a_small_draft_model_copy() -> None:
 
 
 def test_more_files_than_fit_warn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last ones stay."""
+    """The first ones stay. (All were read before the first were dropped.)"""
     monkeypatch.setattr("specdec.generator.memories.MEMORY_BYTES", 20_000)
+    (tmp_path / "large").write_text("x" * 20_001)
     for number in range(20):
         (tmp_path / f"{number:02}").write_text(f"{number:02}" * 30)
     with pytest.warns(UserWarning, match="not all files fit"):
         memory = SpecGenerator(tiny("llama", vocab=WIDTH), "suffix", tokenizer=byte_tokenizer(), memory=tmp_path).memory
     assert memory is not None
-    assert memory.lookup(byte_tokenizer().encode("19191", add_special_tokens=False), "", 1) is not None
+    assert memory.lookup(byte_tokenizer().encode("00000", add_special_tokens=False), "", 1) is not None
 
 
 @pytest.mark.parametrize(

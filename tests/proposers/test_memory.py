@@ -1,7 +1,10 @@
 """The memory against a search by brute force, its bounds and its salts."""
 
 import random
+import sys
+import threading
 from collections import Counter
+from itertools import count
 
 import pytest
 from hypothesis import given, settings
@@ -82,7 +85,7 @@ def test_the_least_used_text_goes_first() -> None:
 
 
 def test_salts_share_files_alone() -> None:
-    """A text is seen by requests of its salt, a file by all; `forget` leaves the files."""
+    """A text is seen by requests of its salt, a file by all; `forget` drops both (the files stayed)."""
     memory = Memory(2**20)
     memory.read([[1, 2, 3, 4]])
     memory.remember([5, 6, 7, 8], "a")
@@ -90,8 +93,69 @@ def test_salts_share_files_alone() -> None:
         assert memory.lookup([1, 2], salt, 5).tokens == [3, 4]
         assert (memory.lookup([5, 6], salt, 5) is not None) == (salt == "a")
     memory.forget()
-    assert memory.lookup([5, 6], "a", 5) is None
-    assert memory.lookup([1, 2], "a", 5).tokens == [3, 4]
+    assert memory.lookup([5, 6], "a", 5) is memory.lookup([1, 2], "a", 5) is None
+    assert not memory.nbytes
+
+
+def test_shelves_of_several_sizes_hold_all_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new text moved all that was remembered; now a large shelf stays until an eighth of its size came."""
+    monkeypatch.setattr("specdec.proposers.memory._SMALL", 0)
+    memory, rng = Memory(2**20), random.Random(0)
+    every = [[rng.randrange(9000) for _ in range(200)] for _ in range(30)]
+    for text in every:
+        memory.remember(text, "")
+        memory.remember(text, "")
+    [large, *small] = memory._shelves[""]
+    assert small
+    assert sum(len(shelf.used) for shelf in (large, *small)) == len(every)
+    assert memory.nbytes == sum(shelf.nbytes for shelf in (large, *small))
+    for text in every:
+        assert memory.lookup(text[:9], "", 1).tokens == text[9:10]
+    keys = large._keys
+    memory.remember([*every[0], 1, 2], "")
+    assert memory._shelves[""][0]._keys is keys
+    assert memory.lookup([*every[0], 1], "", 1).tokens == [2]
+
+
+def test_small_texts_count() -> None:
+    """Shelves and texts of a few tokens took 1 kB and 100 bytes more than was counted."""
+    memory = Memory(20_000)
+    for number in range(1000):
+        memory.remember([1, 2, 3], str(number))
+    assert sum(memory.lookup([1, 2], str(number), 1) is not None for number in range(1000)) < 20
+
+
+def test_files_are_read_as_far_as_they_fit() -> None:
+    """All were taken, however many, before the first were dropped."""
+    memory, files = Memory(20_000), count()
+    assert not memory.read([number] * 50 for number in files)
+    assert next(files) < 20
+    assert memory.lookup([0, 0], "", 1).tokens == [0]
+    assert memory.nbytes <= memory.most_bytes
+
+
+def test_threads_share_a_memory() -> None:
+    """A draft of the caller's in two generators had a text of one thread change the index under the other."""
+    memory, failures = Memory(60_000), list[BaseException]()
+
+    def work(first: int) -> None:
+        try:
+            for number in range(150):
+                memory.remember([first + number, *range(40)], "")
+                memory.lookup([first + number, 0, 1], "", 4)
+        except BaseException as error:
+            failures.append(error)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    threads = [threading.Thread(target=work, args=(1000 * number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    sys.setswitchinterval(interval)
+    assert not failures
+    assert memory.nbytes == sum(shelf.nbytes for shelf in memory._shelves[""]) <= memory.most_bytes
 
 
 @pytest.fixture(params=[NgramDraft, SuffixDraft])
