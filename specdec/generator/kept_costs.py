@@ -73,8 +73,7 @@ def _digest(*parts: str) -> str:
 
 def _is_named(draft: Draft) -> bool:
     """Whether `repr` tells the draft, and the drafts in it, from all others: not where a caller wrote their code."""
-    code = draft._propose if isinstance(draft, FunctionDraft) else type(draft)
-    is_ours = str(getattr(code, "__module__", "")).startswith("specdec.")
+    is_ours = type(draft).__module__.startswith("specdec.") and not isinstance(draft, FunctionDraft)
     return is_ours and all(_is_named(part) for part in vars(draft).values() if isinstance(part, Draft))
 
 

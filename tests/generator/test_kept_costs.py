@@ -19,7 +19,7 @@ from specdec.errors import EngineError
 from specdec.generator import kept_costs
 from specdec.models import LanguageModel
 from specdec.proposers import FunctionDraft, HybridDraft, SuffixDraft
-from specdec.proposers.function import form
+from specdec.proposers.form import FormDraft
 from tests.heads import eagle_folder, target
 from tests.tiny import tiny
 
@@ -155,7 +155,7 @@ def test_the_draft_of_a_caller_leaves_no_file(folder: Path, folders: tuple[str, 
     """Two functions with one name, and classes with one `repr`, took each other's costs."""
     with SpecGenerator.from_pretrained(folders[0], dtype="float32") as plain:
         assert kept_costs.place(plain.target, draft, "greedy") is None
-        assert kept_costs.place(plain.target, FunctionDraft(form), "greedy") is not None
+        assert kept_costs.place(plain.target, FormDraft(), "greedy") is not None
 
 
 def test_a_file_is_of_one_device_and_release(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
