@@ -79,7 +79,7 @@ def test_a_pair(folders: tuple[str, str], tmp_path: Path, called: Any) -> None:
     """Backends and why, whether they fit, what each draft brings, and the command that is the fastest."""
     target, draft = folders
     (tmp_path / "mine.txt").write_text("def f")
-    flags = ["--draft", draft, "--prompts", tmp_path / "mine.txt", "--seconds", "0.1", "--json", "--quiet"]
+    flags = ["--draft", draft, "--prompts", tmp_path / "mine.txt", "--seconds", "2", "--json", "--quiet"]
     flags += ["--draft-quantization", "none", "--trust-remote-code"]
     findings = json.loads(called("doctor", target, *flags).out)["findings"]
     found = {(one["section"], one["name"]): one for one in findings}
