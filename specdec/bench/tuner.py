@@ -248,7 +248,8 @@ class Tuner:
         """All drafts of a mode, before `more` modes."""
         generators, errors = dict[str, SpecGenerator](), list[str]()
         for draft in self.drafts:
-            self._say(f"loading the draft {draft}")
+            if draft != NONE:
+                self._say(f"loading the draft {draft}")
             try:
                 generators[draft] = systems.generator("", _cell(draft))
             except Exception as error:
