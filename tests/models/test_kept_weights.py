@@ -175,6 +175,17 @@ def test_what_is_not_kept(
 
 
 @INFO
+@pytest.mark.parametrize("way", ["nf4", "fp4", "int8"])
+def test_layers_of_another_library(way: str, tmp_path: Path, root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A head that is packed beside them is not kept alone."""
+    pytest.importorskip("bitsandbytes")
+    source = saved("llama", tmp_path / "wide", hidden_size=64, intermediate_size=128)
+    load(source, backend="packed", quantization=way, dtype="float32")
+    assert not root.exists()
+    assert not any("packed weights" in line for line in caplog.messages)
+
+
+@INFO
 def test_one_line(source: str, root: Path, caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(2):
         load(source, **EIGHT)

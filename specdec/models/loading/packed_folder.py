@@ -30,6 +30,7 @@ METHOD = "specdec"
 _VERSION = 1  # of the layout
 _FILE = "model.safetensors"
 _KINDS = (kernels.PackedLinear, PackedEmbedding)
+_PLAIN, _QUANTIZED = ("torch.", "transformers."), ".integrations."  # modules of layers, and of ones that are not read
 
 
 class PackedFolder:
@@ -41,7 +42,7 @@ class PackedFolder:
     def __init__(self, model: Any) -> None:
         kind, config = type(model), copy(model.config)
         kinds = [type(part) for part in model.modules() if type(part) not in _KINDS]
-        odd = [one.__name__ for one in kinds if one.__module__.startswith("specdec.")]
+        odd = [one.__name__ for one in kinds if not one.__module__.startswith(_PLAIN) or _QUANTIZED in one.__module__]
         is_known = getattr(transformers, kind.__name__, None) is kind
         has_more = hasattr(config, "vision_config") or hasattr(config, "audio_config")
         if odd or has_more or not is_known or getattr(model, "_hf_peft_config_loaded", False):
