@@ -36,8 +36,6 @@ def _surroundings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch, threads(1):
         patch.setenv("SPECDEC_PROBES", str(tmp_path_factory.mktemp("probes")))
         patch.setenv("SPECDEC_KERNELS", os.environ.get("SPECDEC_KERNELS") or str(home / "specdec" / "kernels"))
-        patch.setenv("SPECDEC_COMPILED", str(tmp_path_factory.mktemp("compiled")))
-        patch.setenv("SPECDEC_COMPILE", "0")
         patch.setenv("SPECDEC_PACKED", str(tmp_path_factory.mktemp("packed")))
         patch.setattr(draft_schedules, "DEFAULT", "heuristic")
         kernels.available()  # before a test that looks at what is printed

@@ -128,7 +128,6 @@ class TranscribeTask(Task):
 
     def __init__(self, spec: BatchSpec) -> None:
         self._transcriber = Transcriber.from_pretrained(spec.target, spec.draft, kv_budget=_KV_SHARE, **spec.loading)
-        self._transcriber.generator.compile()
         self._spec = spec
 
     def answer(self, fields: Fields, seed: int) -> tuple[dict[str, Any], Stats]:
@@ -151,9 +150,7 @@ def error_text(error: Exception) -> str:
 
 def load_generator(spec: BatchSpec, **more: Any) -> SpecGenerator:
     how = {"kv_budget": _KV_SHARE, "memory": True, **spec.loading, **more}
-    generator = SpecGenerator.from_pretrained(spec.target, spec.draft, **how)
-    generator.compile()
-    return generator
+    return SpecGenerator.from_pretrained(spec.target, spec.draft, **how)
 
 
 def read_field(fields: Fields, name: str, *kinds: type) -> Any:

@@ -22,17 +22,15 @@ from specdec.options.load import Loading
 class Systems:
     """A target, loaded by a mode, and the generators of its cells.
 
-    Each cell has its own generator, since a schedule learns costs. With `compiles`, calls run on compiled passes.
-    `models`: draft models that are loaded already, by name.
+    Each cell has its own generator, since a schedule learns costs. `models`: draft models that are loaded already, by
+    name.
     """
 
-    def __init__(self, target: str, mode: Mode, *, compiles: bool = True, models: dict[str, Any] | None = None) -> None:
+    def __init__(self, target: str, mode: Mode, models: dict[str, Any] | None = None) -> None:
         how = mode.loading
         target = bundled_models.locate(target, "target")
         with packed_weights_unwritten():
             self.plain = SpecGenerator.from_pretrained(target, prefix_cache=False, **how)
-        self._compiles = compiles
-        self._compile(self.plain)
         self._memory = MemoryWish.read(mode.memory)
         self._how, self._draft_options = Loading.split(how)[0], mode.draft_options
         self._models, self._heads = {} if models is None else models, dict[str, Any]()
@@ -44,15 +42,8 @@ class Systems:
             return self.plain
         key = (group, cell)
         if key not in self._cells:
-            self._compile(made := self._assisted(cell))
-            self._cells[key] = made
+            self._cells[key] = self._assisted(cell)
         return self._cells[key]
-
-    def _compile(self, generator: SpecGenerator) -> None:
-        """Waits for compiled passes, on which programs run after their first minute."""
-        if self._compiles:
-            generator.compile()
-            generator.wait_until_compiled()
 
     def reopen(self, group: str, cell: Cell | None) -> None:
         """Opens a registered draft of the caller's own anew, so that it has not seen the requests before.

@@ -189,9 +189,9 @@ def best(trials: Sequence[Trial]) -> Trial:
 class Tuner:
     """Measures `drafts` with the target in `mode`, then in further modes as far as the time until `deadline` allows.
 
-    The deadline is one of `clock`. Loading counts; compiling does not take place, and code that is there is used. Every
-    draft of a mode answers the same prompts in turn, greedily, for equally many seconds. Of the first mode each draft
-    answers the first prompt in a few words, however late it is. `report(done, total, doing)` hears of seconds.
+    The deadline is one of `clock`. Loading counts. Every draft of a mode answers the same prompts in turn, greedily,
+    for equally many seconds. Of the first mode each draft answers the first prompt in a few words, however late it is.
+    `report(done, total, doing)` hears of seconds.
     """
 
     target: str
@@ -219,7 +219,7 @@ class Tuner:
             self._say(f"loading {self.target}, {mode.label}")
             began = self.clock()
             try:
-                systems = Systems(self.target, mode, compiles=False, models=self._models.setdefault(mode.dtype, {}))
+                systems = Systems(self.target, mode, models=self._models.setdefault(mode.dtype, {}))
             except Exception as error:
                 yield Skipped(mode, in_words(error), failed=number == 1)
                 continue

@@ -18,7 +18,6 @@ from specdec.cli import chat as chat_
 from specdec.cli import flags
 from specdec.cli.batch import batch
 from specdec.cli.bench import bench
-from specdec.cli.compile import compile_
 from specdec.cli.doctor import doctor
 from specdec.cli.pack import pack_
 from specdec.cli.pair import demo, zoo
@@ -215,7 +214,6 @@ for command in (
     batch,
     summarize,
     transcribe,
-    compile_,
     pack_,
     zoo,
 ):

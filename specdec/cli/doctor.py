@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
@@ -95,7 +94,7 @@ def machine() -> Iterator[Finding]:
 
 def installation() -> Iterator[Finding]:
     from specdec import kernels
-    from specdec.models import compiled_code, packed_weights
+    from specdec.models import packed_weights
 
     needed = [Requirement(text) for text in _requirements()]
     core = [one for one in needed if one.marker is None]
@@ -110,7 +109,6 @@ def installation() -> Iterator[Finding]:
     missing = kernels.lack()
     if missing is None:
         yield Finding("installation", "kernels", f"of our own, built for this processor in {kernels.folder()}")
-        yield Finding("installation", "compiled code", compiled_code(), "note")
         yield Finding("installation", "packed weights", packed_weights(), "note")
     else:
         text = f"none, so passes stay torch's: {missing.reason}"
@@ -169,23 +167,17 @@ def check_models(generator: SpecGenerator) -> Iterator[Finding]:
 def _backend(role: str, model: LanguageModel) -> Finding:
     """The backend that a model was loaded with, and the reason for it."""
     from specdec import kernels
-    from specdec.models.backends.compiled import compiling
     from specdec.models.backends.packed_layers import why_not_packed
 
-    remedy: str | None = None
-    if model.backend == "compiled":
-        reason = "compiled code for it was kept here"
-    elif model.backend == "packed":
+    if model.backend == "packed":
         reason = "short passes over packed weights are faster on this processor, which was measured"
-        later = "after ten seconds of use it is compiled in the background, which specdec compile does now"
-        remedy = (compiling(model.ragged.model) if model.ragged is not None else None) or later
     elif unpackable := why_not_packed(model.model):
         reason = f"it {unpackable}"
     else:
         slow = "packed weights were not faster on this processor, or there are few of them"
         reason = str(kernels.lack() or slow)
-    state: State = "good" if model.backend in ("compiled", "packed") else "note"
-    return Finding("models", f"{role}'s backend", f"{model.backend}: {reason}", state, remedy)
+    state: State = "good" if model.backend == "packed" else "note"
+    return Finding("models", f"{role}'s backend", f"{model.backend}: {reason}", state)
 
 
 def _fit(generator: SpecGenerator) -> Finding:
@@ -343,7 +335,6 @@ def _examine(params: Mapping[str, Any], deadline: float) -> Iterator[Finding]:
         here = [*machine(), *installation()]
     yield from here
     if request is not None:
-        os.environ.setdefault("SPECDEC_COMPILE_AFTER", "inf")  # compiling would disturb the measurement
         yield from tune(request, params["prompts"], deadline)
 
 

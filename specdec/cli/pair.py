@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +37,6 @@ def demo(
     how = {"do_sample": sample or temperature is not None, "temperature": temperature, "seed": seed}
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, **how}
     pair = bundled_models.pair()
-    os.environ.setdefault("SPECDEC_COMPILE_AFTER", "inf")  # compiling would disturb the measurement
     out = Console()
     with loading(f"loading zoo:{pair.name}"):
         from specdec.bench.duel import duel, prompts
@@ -75,7 +73,6 @@ def demo(
     write(out, f"\n{verdict(result)}\n")
     if not reported:
         _report_busy(watch)
-    assisted.compile()  # last, as it tells so on stderr
     return _compared(result, assisted.tokenizer)
 
 

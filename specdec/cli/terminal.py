@@ -28,7 +28,6 @@ EXAMPLES = {
     "batch": "specdec batch prompts.txt answers.jsonl --model zoo:python-code --max-new-tokens 32",
     "bench": "specdec bench zoo:python-code --draft zoo:python-code --count 2 --max-new-tokens 32 --out bench-demo",
     "chat": "specdec chat HuggingFaceTB/SmolLM2-1.7B-Instruct --draft HuggingFaceTB/SmolLM2-135M-Instruct",
-    "compile": "specdec compile zoo:python-code --draft zoo:python-code",
     "demo": "specdec demo --sample --seed 3",
     "doctor": "specdec doctor zoo:python-code",
     "generate": "specdec generate zoo:python-code -p 'def mean(values):' --show-draft --stats",

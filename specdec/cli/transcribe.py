@@ -96,7 +96,6 @@ def transcribe(
         from specdec.pipelines import Transcriber
 
         transcriber = Transcriber.from_pretrained(request.target, request.draft, **request.loading)
-        transcriber.generator.compile()
     loaded = clock()
     are_read: list[bool] = []
     try:

@@ -1,4 +1,4 @@
-"""How much one sequence may draft in a round, in numbers that Python and compiled code both read."""
+"""How much one sequence may draft in a round, in numbers that Python and C++ both read."""
 
 from __future__ import annotations
 

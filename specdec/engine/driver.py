@@ -16,7 +16,7 @@ from weakref import WeakSet
 import torch
 
 from specdec.engine.engine import Engine
-from specdec.engine.openmp import release_helpers, share_cores
+from specdec.engine.openmp import release_helpers, use_threads
 from specdec.engine.request import Request
 from specdec.errors import CancelledError, EngineError
 from specdec.models import plain_modes
@@ -184,7 +184,7 @@ class Driver:
             while True:
                 try:
                     while self._is_wanted():
-                        share_cores(self._num_threads)
+                        use_threads(self._num_threads)
                         self.engine.step()
                         self._tell()
                     return
@@ -198,7 +198,7 @@ class Driver:
         while threading.current_thread() is self._thread:
             wanted = any(caller.waits for caller in list(self._open.values()))
             if not self._open:
-                share_cores(self._num_threads)
+                use_threads(self._num_threads)
                 release_helpers()
             try:
                 self._inbox.get(not wanted, 0.0 if self._closed else _IDLE)()

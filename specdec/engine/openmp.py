@@ -1,19 +1,14 @@
-"""OpenMP's threads: when their helpers end, and the core that is left to the compiler."""
+"""OpenMP's threads: how many there are, and when they end."""
 
 from __future__ import annotations
 
 import ctypes
-import os
-import time
-from functools import cache, lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from specdec.models import compiler_is_running
-
-_EVERY = 1.0  # seconds between two looks at the compiler
 _SOFT = 1  # omp_pause_soft: keeps the program's settings
 
 
@@ -37,23 +32,7 @@ def release_helpers() -> None:
         library.omp_pause_resource_all(_SOFT)
 
 
-def share_cores(most: int) -> None:
-    """Has the calling thread compute on `most` threads, or on one fewer of them while specdec's compiler needs a core.
-
-    Called before each step. OpenMP's threads spin while they wait for one another: on all cores they would stop the
-    compiler, which has the lowest priority, or spin in vain for one that shares a core with it.
-    """
-    count = most - _left_to_compiler(most, time.monotonic() // _EVERY) if most > 1 else most
+def use_threads(count: int) -> None:
+    """Has the calling thread compute on so many threads."""
     if torch.get_num_threads() != count:  # to set it is global: threads that start later have the same
         torch.set_num_threads(count)
-
-
-@lru_cache(maxsize=1)
-def _left_to_compiler(most: int, period: float) -> int:
-    """Cores of `most` that the compiler needs; looked up once in each `period`."""
-    return int(most >= _cores() and compiler_is_running())
-
-
-def _cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

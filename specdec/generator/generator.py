@@ -187,26 +187,10 @@ class SpecGenerator:
     def __repr__(self) -> str:
         return f"SpecGenerator({self.target!r}, draft={self.draft!r})"
 
-    def compile(self) -> None:
-        """Begins to compile target and draft models in the background, where `backend` is "auto" or "compiled".
-
-        Without this, "auto" begins after ten seconds of passes. The process that compiles outlives the program.
-        """
-        for model in self._models:
-            model.compile()
-
-    def wait_until_compiled(self, timeout: float | None = None) -> bool:
-        """Waits until target and draft models run compiled code, if compiling was begun; returns whether all do.
-
-        Until then passes run as in `backend`="packed". `timeout`: seconds for each model.
-        """
-        ready = [model.wait_until_compiled(timeout) for model in self._models]
-        return all(ready)
-
     def model_changed(self) -> None:
         """Says that you changed target or draft models: weights, adapters, hooks, methods, attributes or configs.
 
-        What is kept of them is used no longer, and packed and compiled copies of your own models are made anew. With
+        What is kept of them is used no longer, and packed copies of your own models are made anew. With
         `prefix_cache=True` for a model of yours, call it after every change; models that were loaded here stay as they
         are. Raises UnsupportedError where the backend that was named cannot run the changed model.
         """

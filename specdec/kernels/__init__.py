@@ -1,9 +1,22 @@
 """C++ operators for linear layers, attention and sampling, and the build of their library."""
 
 from specdec.kernels.blocks import BLOCKS, IN_FLOATS, pack_blocks
-from specdec.kernels.build import available, check, compiler, digest, folder, instructions, lack, try_again
+from specdec.kernels.build import available, check, digest, folder, instructions, lack, try_again
 from specdec.kernels.kept import Lack
-from specdec.kernels.ops import ALIKE, attend, attend_frames, gumbel_draws, keep_top, part, passes, signed, store_nodes
+from specdec.kernels.ops import (
+    ALIKE,
+    attend,
+    attend_frames,
+    attention,
+    gated,
+    gumbel_draws,
+    keep_top,
+    norm,
+    part,
+    passes,
+    signed,
+    store_nodes,
+)
 from specdec.kernels.packed_linear import (
     FLOATS,
     HELD,
@@ -31,18 +44,20 @@ __all__ = [
     "advise",
     "attend",
     "attend_frames",
+    "attention",
     "available",
     "best_seconds",
     "check",
-    "compiler",
     "digest",
     "empty_pages",
     "folder",
+    "gated",
     "gumbel_draws",
     "instructions",
     "keep_top",
     "lack",
     "measure_ways",
+    "norm",
     "pack",
     "pack_blocks",
     "page_state",

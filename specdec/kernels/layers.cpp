@@ -246,15 +246,24 @@ struct Gated : torch::CustomClassHolder {
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(specdec, m) {
-  m.class_<Linear>("Linear")
-      .def(torch::init<std::vector<Maybe>, int64_t, int64_t, int64_t, bool>())
-      .def("run", &Linear::operator());
-  m.class_<Norm>("Norm").def(torch::init<at::Tensor, double>()).def("run", &Norm::operator());
+  m.class_<Linear>("Linear").def(torch::init<std::vector<Maybe>, int64_t, int64_t, int64_t, bool>());
+  m.class_<Norm>("Norm").def(torch::init<at::Tensor, double>());
   m.class_<Attention>("Attention")
       .def(torch::init<Linears, c10::intrusive_ptr<Linear>, Norms, Norms, std::vector<int64_t>, double, double, Maybe,
-                       Norms, Norms, bool>())
-      .def("run", &Attention::run);
+                       Norms, Norms, bool>());
   m.class_<Gated>("Gated")
-      .def(torch::init<Linears, bool, c10::intrusive_ptr<Linear>, std::string, double, Norms, Norms, bool>())
-      .def("run", &Gated::run);
+      .def(torch::init<Linears, bool, c10::intrusive_ptr<Linear>, std::string, double, Norms, Norms, bool>());
+  m.def("norm(__torch__.torch.classes.specdec.Norm part, Tensor x) -> Tensor");
+  m.def("attention(__torch__.torch.classes.specdec.Attention part, Tensor x, Tensor cos, Tensor sin, Tensor nodes, "
+        "Tensor(a!) keys, Tensor(b!) values) -> Tensor");
+  m.def("gated(__torch__.torch.classes.specdec.Gated part, Tensor x) -> Tensor");
+}
+
+TORCH_LIBRARY_IMPL(specdec, CPU, m) {
+  using c10::intrusive_ptr;
+  m.impl("norm", [](const intrusive_ptr<Norm>& part, const at::Tensor& x) { return (*part)(x); });
+  m.impl("attention", [](const intrusive_ptr<Attention>& part, const at::Tensor& x, const at::Tensor& cos,
+                         const at::Tensor& sin, const at::Tensor& nodes, const at::Tensor& keys,
+                         const at::Tensor& values) { return part->run(x, cos, sin, nodes, keys, values); });
+  m.impl("gated", [](const intrusive_ptr<Gated>& part, const at::Tensor& x) { return part->run(x); });
 }

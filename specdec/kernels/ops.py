@@ -1,10 +1,10 @@
-"""Operators that torch can trace.
+"""Operators of our own.
 
-`specdec::packed_rows` consists of torch's operators. All others are compiled code for the CPU alone, which checks its
-arguments: `specdec::packed_linear` (linear.cpp), `specdec::dots` (dots.cpp), `specdec::attend` and
-`specdec::store_nodes` (attention.cpp), `specdec::attend_frames` (frames.cpp), `specdec::keep_top` and `specdec::draws`
-(choice.cpp). They need `specdec.kernels.available`. `passes` runs a model's compiled passes and drafts chains with them
-(passes.cpp). `part` makes a part of a layer that is one call (layers.cpp).
+`specdec::packed_rows` consists of torch's operators. All others are C++ for the CPU alone, which checks its arguments:
+`specdec::packed_linear` (linear.cpp), `specdec::dots` (dots.cpp), `specdec::attend` and `specdec::store_nodes`
+(attention.cpp), `specdec::attend_frames` (frames.cpp), `specdec::keep_top` and `specdec::draws` (choice.cpp),
+`specdec::norm`, `specdec::attention` and `specdec::gated` (layers.cpp), for a `part` of a layer. They need
+`specdec.kernels.available`. `passes` runs a model's recorded passes and drafts chains with them (passes.cpp).
 """
 
 from __future__ import annotations
@@ -41,18 +41,6 @@ _LIBRARY.define("keep_top(Tensor scores, int k, float p, int least) -> Tensor") 
 _LIBRARY.define("draws(Tensor scores, int[] addresses) -> Tensor")  # type: ignore[no-untyped-call]
 
 
-@torch.library.register_fake("specdec::packed_linear", lib=_LIBRARY)  # type: ignore[untyped-decorator]
-def _packed_linear(x: Tensor, weight: Tensor, factors: object, scales: object, mins: object, bias: object, outputs: int,
-                   way: int = 0) -> Tensor:  # fmt: skip
-    return x.new_empty((*x.shape[:-1], outputs))
-
-
-@torch.library.register_fake("specdec::dots", lib=_LIBRARY)  # type: ignore[untyped-decorator]
-def _dots(x: Tensor, weight: object, high: object, factors: object, scales: object, mins: object, steps: object,
-          levels: object, bias: object, outputs: int, way: int = 0, likely: int = 0) -> Tensor:  # fmt: skip
-    return x.new_empty((*x.shape[:-1], outputs))
-
-
 def _packed_rows(ids: Tensor, weight: Tensor, high: Tensor | None, factors: Tensor | None, scales: Tensor | None,
                  mins: Tensor | None, steps: Tensor | None, levels: Tensor | None, inputs: int) -> Tensor:  # fmt: skip
     flat = ids.reshape(-1)
@@ -72,23 +60,6 @@ def _packed_rows(ids: Tensor, weight: Tensor, high: Tensor | None, factors: Tens
             factors=None if factors is None else factors[flat],
         ).weight()
     return values.view(*ids.shape, inputs)
-
-
-@torch.library.register_fake("specdec::store_nodes", lib=_LIBRARY)  # type: ignore[untyped-decorator]
-def _store_nodes(keys: object, values: object, key_buffer: object, value_buffer: object, nodes: object) -> None:
-    return None
-
-
-@torch.library.register_fake("specdec::attend", lib=_LIBRARY)  # type: ignore[untyped-decorator]
-def _attend(queries: Tensor, keys: object, values: Tensor, nodes: object, scale: float, softcap: float,
-            sinks: object, biases: object) -> Tensor:  # fmt: skip
-    return queries.new_empty((1, queries.shape[2], queries.shape[1], values.shape[3]))
-
-
-@torch.library.register_fake("specdec::attend_frames", lib=_LIBRARY)  # type: ignore[untyped-decorator]
-def _attend_frames(queries: Tensor, keys: object, values: Tensor, scale: float) -> Tensor:
-    rows, heads, frames, _ = queries.shape
-    return queries.new_empty((rows, frames, heads, values.shape[3]))
 
 
 def store_nodes(keys: Tensor, values: Tensor, key_buffer: Tensor, value_buffer: Tensor, nodes: Tensor) -> None:
@@ -136,22 +107,36 @@ def signed(address: int) -> int:
     return address - (1 << 64) if address >> 63 else address
 
 
-def passes(
-    path: str, calls: Sequence[tuple[int, Sequence[int], Sequence[int]]], outputs: Sequence[int], inputs: int,
-    held: Sequence[Tensor],
-) -> Any:  # fmt: skip
-    """Passes that call the functions which AOTInductor packed into a file; needs `specdec.kernels.available`.
+def passes(inputs: int, sizes: Sequence[Sequence[int]], held: Sequence[Tensor]) -> Any:
+    """Passes of `inputs` tensors, which read the tensors `held`, too; needs `specdec.kernels.available`.
 
-    `specdec.models.backends.pieces.Pieces` says what `calls` and `outputs` are; a pass has `inputs` inputs and reads
-    the tensors `held`. `run(inputs)` runs a pass, `draft_chain(...)` drafts chains; passes.cpp lists the arguments.
+    `sizes` change from pass to pass: an input's number, and a dimension. `add(...)` adds calls of operators in order,
+    and `end(values)` says what a pass returns. Then `run(inputs)` runs a pass, and `draft_chain(...)` drafts chains.
+    passes.cpp lists the arguments.
     """
-    return torch.classes.specdec.Passes(path, calls, outputs, inputs, held)
+    return torch.classes.specdec.Passes(inputs, sizes, held)
 
 
 def part(kind: str, *options: object) -> Any:
-    """A part of a layer as one call, its `run`: a "Linear", "Norm", "Attention" or "Gated", with the options that
-    layers.cpp lists; needs `specdec.kernels.available`."""
+    """A part of a layer as one call: a "Linear", "Norm", "Attention" or "Gated", with the options that layers.cpp
+    lists; needs `specdec.kernels.available`."""
     return getattr(torch.classes.specdec, kind)(*options)
+
+
+def norm(part: Any, x: Tensor) -> Tensor:
+    """`x` `[..., width]` through a part "Norm"."""
+    return torch.ops.specdec.norm.default(part, x)  # type: ignore[no-any-return]
+
+
+def gated(part: Any, x: Tensor) -> Tensor:
+    """`x` `[..., width]` through a part "Gated"."""
+    return torch.ops.specdec.gated.default(part, x)  # type: ignore[no-any-return]
+
+
+def attention(part: Any, x: Tensor, cos: Tensor, sin: Tensor, nodes: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """`x` `[1, nodes, width]` through a part "Attention"; `cos` and `sin` `[1, nodes, turned]`, the others as
+    `attend` takes them."""
+    return torch.ops.specdec.attention.default(part, x, cos, sin, nodes, keys, values)  # type: ignore[no-any-return]
 
 
 _LIBRARY.impl("packed_rows", _packed_rows, "CompositeImplicitAutograd")  # type: ignore[no-untyped-call]

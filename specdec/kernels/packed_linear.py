@@ -181,7 +181,7 @@ def measure_ways(kind: str, grouped: bool, rounds: bool) -> None:
     """Finds from how many rows on such weights are multiplied faster by tiles, and unpacked; once per process, in some
     0.1 s.
 
-    All layers follow, those of compiled passes too. Integers that meet rounded rows are tried beside tiles alone.
+    All layers follow. Integers that meet rounded rows are tried beside tiles alone.
     """
     if rounds and (kind not in ("int8", "int4") or not ops.has_tiles()):
         return

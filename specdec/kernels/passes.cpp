@@ -1,7 +1,4 @@
-// A model's compiled passes (AOTInductor), and chains of them: a draft guesses token after token in one call.
-//
-// A pass calls functions, one of them for all layers that are alike. Its values have numbers: first its inputs, then
-// the tensors that it holds, then what each call makes.
+// A model's recorded passes, and chains of them: a draft guesses token after token in one call.
 //
 // Between two passes a token is chosen from the logits of each row, and the next pass reads it; positions and tables of
 // all passes are computed beforehand. The rule that ends a row's chain is given as numbers:
@@ -14,16 +11,20 @@
 //
 // A head reads a token's embedding beside the hidden state that the previous pass returned.
 
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/stack.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/tensor.h>
-#include <torch/csrc/inductor/aoti_package/model_package_loader.h>
 #include <torch/custom_class.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <memory>
 #include <numeric>
@@ -137,44 +138,107 @@ at::Tensor embedded(const std::vector<int64_t>& tokens, const at::Tensor& table,
   return at::cat({at::stack(rows).to(written.scalar_type()).unsqueeze(0), written}, -1);
 }
 
-// A function's number, and the numbers of the values that it reads and makes.
-using Call = std::tuple<int64_t, std::vector<int64_t>, std::vector<int64_t>>;
+// A value as the schema's `type` holds it: lists come as tuples, and some numbers stand for tensors.
+c10::IValue typed(const c10::IValue& value, const c10::TypePtr& type) {
+  if (value.isNone()) return value;
+  if (auto optional = type->cast<c10::OptionalType>()) return typed(value, optional->getElementType());
+  if (type->kind() == c10::TypeKind::FloatType) return value.isInt() ? static_cast<double>(value.toInt()) : value;
+  if (type->kind() == c10::TypeKind::TensorType && value.isScalar()) {
+    auto number = at::scalar_tensor(value.toScalar(), value.isDouble() ? at::kDouble : at::kLong);
+    number.unsafeGetTensorImpl()->set_wrapped_number(true);  // which does not decide the type of a result
+    return number;
+  }
+  auto list = type->cast<c10::ListType>();
+  if (!list) return value;
+  auto element = list->getElementType();
+  if (element->kind() == c10::TypeKind::SymIntType) element = c10::IntType::get();
+  c10::impl::GenericList all(element);
+  for (auto& one : value.toTupleRef().elements()) all.push_back(typed(one, element));
+  return all;
+}
 
+// An operator as it was recorded. Each pass fills in `values`, whose numbers it knows, and `sizes`.
+struct Call {
+  c10::OperatorHandle op;
+  std::vector<c10::IValue> arguments;
+  std::vector<std::array<int64_t, 3>> values;  // an argument, a place in its list or -1, a value
+  std::vector<std::array<int64_t, 4>> sizes;   // an argument, a place, a size of the inputs, and its factor
+  std::vector<int64_t> made;                   // the values that it makes, in order
+  std::vector<int64_t> freed;                  // the values that no later call reads
+};
+
+// Puts a value into an argument, or into a place of it, which is a list that all passes share.
+void put(c10::IValue& argument, int64_t place, c10::IValue value) {
+  if (place < 0) {
+    argument = std::move(value);
+    return;
+  }
+  auto list = argument.toList().copy();
+  list.set(place, std::move(value));
+  argument = std::move(list);
+}
+
+// The passes of a model, as Python recorded one of them. Values have numbers: first the inputs of a pass, then the
+// tensors that it holds, then what its calls make.
 struct Passes : torch::CustomClassHolder {
-  // The package at `path` has functions named 0, 1 and so on; a pass returns the values `outputs`.
-  Passes(const std::string& path, std::vector<Call> calls, std::vector<int64_t> outputs, int64_t inputs, Tensors held)
-      : calls(std::move(calls)), outputs(std::move(outputs)), inputs(inputs), held(std::move(held)) {
-    auto values = inputs + static_cast<int64_t>(this->held.size());
-    for (const auto& [function, read, made] : this->calls) {
-      if (function == static_cast<int64_t>(functions.size()))  // they are numbered in the order of their first calls
-        functions.push_back(std::make_unique<Function>(path, std::to_string(function)));
-      TORCH_CHECK_VALUE(function < static_cast<int64_t>(functions.size()), "there is no function ", function);
-      for (auto value : read) TORCH_CHECK_VALUE(value < values, "there is no value ", value);
-      values += static_cast<int64_t>(made.size());
-    }
-    last.assign(values, -1);
-    for (size_t call = 0; call < this->calls.size(); call++)
-      for (auto value : std::get<1>(this->calls[call])) last[value] = static_cast<int64_t>(call);
-    for (auto value : this->outputs) last.at(value) = -1;
+  // `sizes` are of inputs: numbers of an input and of a dimension.
+  Passes(int64_t inputs, std::vector<std::vector<int64_t>> sizes, Tensors held)
+      : inputs(inputs), sizes(std::move(sizes)), held(std::move(held)) {}
+
+  // Adds the call of an operator; `values`, `sizes` and `made` are as in Call.
+  void add(const std::string& name, const std::string& overload, const c10::IValue& arguments,
+           const std::vector<std::vector<int64_t>>& values, const std::vector<std::vector<int64_t>>& sizes,
+           std::vector<int64_t> made) {
+    auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), overload.c_str());
+    Call call{op, {}, {}, {}, std::move(made), {}};
+    auto& given = arguments.toTupleRef().elements();
+    auto& schema = op.schema().arguments();
+    TORCH_CHECK_VALUE(given.size() == schema.size(), name, " takes ", schema.size(), " arguments, got ", given.size());
+    for (size_t i = 0; i < schema.size(); i++) call.arguments.push_back(typed(given[i], schema[i].type()));
+    for (auto& one : values) call.values.push_back({one.at(0), one.at(1), one.at(2)});
+    for (auto& one : sizes) call.sizes.push_back({one.at(0), one.at(1), one.at(2), one.at(3)});
+    for (auto number : call.made) count = std::max(count, number + 1);
+    calls.push_back(std::move(call));
   }
 
-  Tensors run(Tensors given) {
+  // Says which values a pass returns; the others are freed after the last call that reads them.
+  void end(std::vector<int64_t> returned) {
+    outputs = std::move(returned);
+    std::vector<bool> read(std::max(count, inputs + static_cast<int64_t>(held.size())));
+    for (auto number : outputs) read.at(number) = true;
+    for (auto call = calls.rbegin(); call != calls.rend(); call++) {
+      for (auto number : call->made)
+        if (!read.at(number)) call->freed.push_back(number);
+      for (auto& [argument, place, number] : call->values)
+        if (!read.at(number)) read[number] = true, call->freed.push_back(number);
+    }
+    count = static_cast<int64_t>(read.size());
+  }
+
+  Tensors run(Tensors given) const {
     TORCH_CHECK_VALUE(static_cast<int64_t>(given.size()) == inputs, "a pass has ", inputs, " inputs, got ", given.size());
+    at::AutoDispatchBelowAutograd guard;
+    std::vector<int64_t> numbers;
+    for (auto& size : sizes) numbers.push_back(given.at(size.at(0)).size(size.at(1)));
     Tensors values = std::move(given);
     values.insert(values.end(), held.begin(), held.end());
-    values.resize(last.size());
-    for (size_t call = 0; call < calls.size(); call++) {
-      const auto& [function, read, made] = calls[call];
-      Tensors taken;
-      taken.reserve(read.size());
-      for (auto value : read) taken.push_back(values[value]);
-      for (auto value : read)
-        if (last[value] == static_cast<int64_t>(call)) values[value].reset();  // free as soon as nobody reads it
-      auto results = functions[function]->boxed_run(std::move(taken));
-      for (size_t place = 0; place < made.size(); place++) values[made[place]] = std::move(results.at(place));
+    values.resize(count);
+    torch::jit::Stack stack;
+    for (auto& call : calls) {
+      stack = call.arguments;
+      for (auto& [argument, place, number] : call.values) put(stack[argument], place, values[number]);
+      for (auto& [argument, place, size, factor] : call.sizes) put(stack[argument], place, factor * numbers.at(size));
+      call.op.callBoxed(stack);
+      auto made = call.made.begin();
+      for (auto& result : stack) {
+        if (result.isTensor()) values[*made++] = std::move(result).toTensor();
+        else if (result.isTensorList())
+          for (at::Tensor one : result.toTensorVector()) values[*made++] = std::move(one);
+      }
+      for (auto number : call.freed) values[number].reset();
     }
     Tensors returned;
-    for (auto value : outputs) returned.push_back(values[value]);
+    for (auto number : outputs) returned.push_back(values[number]);
     return returned;
   }
 
@@ -226,21 +290,20 @@ struct Passes : torch::CustomClassHolder {
   }
 
  private:
-  using Function = torch::inductor::AOTIModelPackageLoader;
-
-  std::vector<std::unique_ptr<Function>> functions;
   std::vector<Call> calls;
   std::vector<int64_t> outputs;
-  int64_t inputs;
+  int64_t inputs, count = 0;
+  std::vector<std::vector<int64_t>> sizes;
   Tensors held;
-  std::vector<int64_t> last;  // by value: the last call that reads it, or -1 if the pass returns it
 };
 
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(specdec, m) {
   m.class_<Passes>("Passes")
-      .def(torch::init<const std::string&, std::vector<Call>, std::vector<int64_t>, int64_t, Tensors>())
+      .def(torch::init<int64_t, std::vector<std::vector<int64_t>>, Tensors>())
+      .def("add", &Passes::add)
+      .def("end", &Passes::end)
       .def("run", &Passes::run)
       .def("draft_chain", &Passes::draft_chain);
 }

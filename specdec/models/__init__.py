@@ -4,8 +4,6 @@ Its layers from the bottom: `encoding` and `hf`, `protocols`, `capability`, `cac
 `exactness`, `gguf`, `language_model`, `loading`.
 """
 
-from specdec.models.backends.compiler import compiled_code
-from specdec.models.backends.compiler import is_running as compiler_is_running
 from specdec.models.cache.buffers import free_bytes, prefix_bytes
 from specdec.models.encoding import EncoderOutput, Encoding
 from specdec.models.hf.model_state import plain_modes
@@ -23,8 +21,6 @@ __all__ = [
     "LanguageModel",
     "Session",
     "check_source",
-    "compiled_code",
-    "compiler_is_running",
     "free_bytes",
     "load_model",
     "needs_eyes",

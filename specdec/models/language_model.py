@@ -17,7 +17,6 @@ from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
 from specdec.errors import OptionError, UnsupportedError
 from specdec.kernels import ALIKE, PackedLinear, check
-from specdec.models.backends.compiled import CompiledForward
 from specdec.models.backends.kv_session import KvSession
 from specdec.models.backends.packed_layers import in_backend, is_packed
 from specdec.models.backends.ragged import RaggedForward
@@ -27,7 +26,7 @@ from specdec.models.encoding import EncoderOutput, Encoding
 from specdec.models.exactness import Exactness, exactness, strict_obstacle
 from specdec.models.hf.derived import eyes, shallow_exit
 from specdec.models.hf.device_hooks import execution_device, is_offloaded
-from specdec.models.hf.model_state import float32_is_rounded, origins, plain_modes, runs_other_code
+from specdec.models.hf.model_state import float32_is_rounded, origins, plain_modes
 from specdec.models.hf.patching import CHANGING
 from specdec.models.hf.positions import STYLES, Lookup, Scaling
 from specdec.models.hf.private_api import attention_of, gives_hidden_states, text_class
@@ -57,12 +56,11 @@ class LanguageModel:
     where the two sides have vocabularies of their own. `source_names` are the encoder's arguments. Ids go to `device`,
     `dtype` is that of activations and masks. `backend`: "eager" runs its layers as they are, in padded
     passes. "packed" runs copies of its weights in the order in which short passes on a CPU read them, and attention of
-    our own, which needs no padding; an `owned` model keeps nothing else. "compiled" is one compiled function for all of
-    that, for models that use transformers' attention interface; it is compiled in the background, once for all models
-    of a structure, in about a minute, and passes run packed until then (`wait_until_compiled`). "auto": packed if the
-    model is owned and that is faster, and then compiled after ten seconds of passes, or by `compile`; otherwise eager.
-    All but "eager" need a C++ compiler, and weights, hooks and adapters that stay as they are, which `check_unchanged`
-    compares unless the model is owned. Compiled code returns no attentions, and takes no hooks of a caller.
+    our own, which needs no padding; an `owned` model keeps nothing else. Passes of models that use
+    transformers' attention interface are recorded, and run without Python from then on. "auto": packed if the model is
+    owned and that is faster, otherwise eager. "packed" needs a C++ compiler, and weights, hooks and adapters that stay
+    as they are, which `check_unchanged` compares unless the model is owned. Recorded passes return no attentions, and
+    models with hooks or methods of a caller are not recorded.
 
     `epoch` counts the changes that callers told of (`changed`): what was kept of the model in another one is void.
 
@@ -145,9 +143,8 @@ class LanguageModel:
 
     @property
     def backend(self) -> str:
-        """The backend of passes: "eager", "packed" or "compiled"; "auto" becomes the last one when code exists."""
-        ready = self._compiled is not None and self._compiled.ready
-        return "compiled" if ready or self._asked == "compiled" else "packed" if self._is_packed else "eager"
+        """The backend of passes: "eager" or "packed"."""
+        return "packed" if self._is_packed else "eager"
 
     @cached_property
     def is_offloaded(self) -> bool:
@@ -408,44 +405,17 @@ class LanguageModel:
         return next((one for one in (name, self.prefix + name) if one in self.input_names), None)
 
     def _make_ragged(self) -> RaggedForward | None:
-        """Ragged passes, for backends above "eager" where the model allows them; "compiled" requires them."""
-        if not self._is_packed and self._asked != "compiled":
-            return None
+        """Ragged passes, for backends above "eager" where the model allows them."""
         try:
-            ragged = RaggedForward(self)
-            if self._asked == "compiled" and not self.is_owned and runs_other_code(self.model):
-                raise UnsupportedError(
-                    f"{type(self.model).__name__} has hooks or methods of a caller, which compiled code does not call"
-                )
-        except UnsupportedError as error:
-            if self._asked == "compiled":
-                raise UnsupportedError(f"{error}: leave out `backend`='compiled'") from error
+            return RaggedForward(self) if self._is_packed else None
+        except UnsupportedError:
             return None
-        if self._asked == "compiled":
-            ragged.compiled = CompiledForward(ragged.model, ragged.joined).start()
-        elif self._asked == "auto":
-            ragged.compiled = CompiledForward(ragged.model, ragged.joined).start_later()
-        return ragged
-
-    @property
-    def _compiled(self) -> CompiledForward | None:
-        return None if self.ragged is None else self.ragged.compiled
-
-    def compile(self) -> None:
-        """Begins to compile in the background, in `backend`="auto" and "compiled", unless that was begun before."""
-        if self._compiled is not None:
-            self._compiled.compile()
-
-    def wait_until_compiled(self, timeout: float | None = None) -> bool:
-        """Waits up to `timeout` seconds for compiling to end, if it was begun; returns whether passes run compiled."""
-        return self._compiled is not None and self._compiled.wait(timeout)
 
     def _check_strict(self) -> None:
         """Raises UnsupportedError if a token's logits depend on anything but its text."""
         name = type(self.model).__name__
         if self.ragged is None:
             raise UnsupportedError(f"{name} does not run on attention of our own: leave out `exactness`='strict'")
-        self.wait_until_compiled()
         if reason := strict_obstacle(self):
             other = "" if self._is_packed else "`backend`='packed' packs them, or "
             raise UnsupportedError(f"{name} cannot be strict here, {reason}: {other}leave out `exactness`='strict'")

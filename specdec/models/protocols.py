@@ -189,6 +189,7 @@ class ModelSpec(Protocol):
     dtype: torch.dtype
     is_encoder_decoder: bool
     is_strict: bool
+    is_owned: bool
     sees: bool
 
     @property

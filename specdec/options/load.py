@@ -12,8 +12,8 @@ from specdec.errors import OptionError, UnsupportedError
 
 OFFLOADS = ("cpu", "disk")
 DTYPES = ("auto", "float32", "float16", "bfloat16")
-BACKENDS = ("auto", "eager", "packed", "compiled")
-"""How passes run: layers as they are, packed weights, compiled code; "auto" measures."""
+BACKENDS = ("auto", "eager", "packed")
+"""How passes run: layers as they are, or packed weights; "auto" measures."""
 PASSES = ("backend", "exactness")
 """Options that also apply to models that are already loaded."""
 EXACTNESS = ("auto", "strict")
@@ -72,7 +72,7 @@ class Loading:
     text like "2GiB"), `revision`, `trust_remote_code`: as in transformers. `offload`: weights stay in memory ("cpu") or
     on "disk" and are read in every pass, all or with `max_memory` those that do not fit; `offload_folder`: for weights
     that must be rewritten, by default a temporary one. `backend`: "eager" layers, "packed" weights in the order in
-    which short passes on a CPU read them, "compiled" passes, or "auto", which measures. `activations`="float"
+    which short passes on a CPU read them, or "auto", which measures. `activations`="float"
     multiplies packed integers by rows as they are, not rounded to 8 bits. `exactness`="strict" promises the text of
     plain decoding bit for bit, with any draft and beside any calls, and is verified.
 

@@ -109,7 +109,6 @@ def load_served(settings: ModelSettings, limits: Limits, share: float = 0.5) -> 
     kind = Transcriber if is_speech else SpecGenerator
     try:
         pipeline: Any = kind.from_pretrained(target, settings.draft, **memory, **settings.loading, **settings.options)
-        (pipeline.generator if is_speech else pipeline).compile()
     finally:
         release_helpers()
     if is_speech:

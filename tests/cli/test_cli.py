@@ -37,8 +37,6 @@ from specdec.kernels import Lack, build
 from specdec.models import load_model
 from specdec.models.loading.load import save_loaded
 from specdec.options import bundled_models
-from specdec.server.models import load_served
-from specdec.server.settings import Limits, ModelSettings
 from tests.folders import WIDTH, byte_tokenizer, saved_gguf
 from tests.pipelines.models import CHAT
 
@@ -556,11 +554,8 @@ def test_stats_go_to_stderr(generate: Any, monkeypatch: pytest.MonkeyPatch) -> N
     assert "OMP_NUM_THREADS=1" in last
 
 
-def test_what_is_missing_is_one_line(target: str, called: Any, error_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a compiler: a note of `generate`, nothing if it is to be quiet, and an error of `compile`.
-
-    (The first said nothing, and the last an InductorError after half a minute.)
-    """
+def test_what_is_missing_is_one_line(called: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a compiler: a note, and nothing if the command is to be quiet. (It said nothing.)"""
     missing = Lack("there is no compiler", "name one")
     monkeypatch.setattr(build, "_lack", lambda: missing)
     writing = "generate", "zoo:python-code", "--draft", "none", "-p", "def", "--max-new-tokens", "2"
@@ -568,7 +563,6 @@ def test_what_is_missing_is_one_line(target: str, called: Any, error_of: Any, mo
         build._tell.cache_clear()
         note = "" if words else f"note: no kernels, so passes and sampling on the CPU are slower: {missing}\n"
         assert called(*writing, *words).err == note
-    assert error_of("compile", target, code=1) == f"error: nothing can be compiled here, {missing}\n"
 
 
 # ------------------------------------------------------------------------------------------------------------- printer
@@ -704,7 +698,6 @@ def test_demo(sampled: list[str], monkeypatch: pytest.MonkeyPatch, called: Any) 
     assert "\x1b" not in out
     last = out.splitlines()[-1]
     assert all(words in last for words in ("plain", "assisted", "tokens/s", "mean acceptance length", "identical: yes"))
-    assert os.environ["SPECDEC_COMPILE_AFTER"] == "inf"  # nothing is compiled before the end of the measurement
 
 
 @pytest.mark.usefixtures("pair")
@@ -852,23 +845,3 @@ def test_packed_folders(target: str, tmp_path: Path, called: Any) -> None:
     expected = called("generate", target, "-p", "def f", *NEW, "--quantization", "int8-weight", "-q").out
     assert called("generate", folder, "--draft", folder, "-p", "def f", *NEW, "-q").out == expected
     assert "a folder that is new or empty" in called("pack", target, folder, code=2).err
-
-
-@pytest.mark.usefixtures("pair")
-def test_commands_that_compile_at_once(
-    target: str, draft: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, called: Any
-) -> None:
-    """Those that run long or measure, and do so before they decode; `generate` waits until it pays."""
-
-    def compile_(self: SpecGenerator) -> None:
-        raise Enough("compiled")
-
-    monkeypatch.setattr(SpecGenerator, "compile", compile_)
-    monkeypatch.setenv("SPECDEC_COMPILE_AFTER", "inf")  # the demo would leave it behind
-    (rows := tmp_path / "rows.txt").write_text("def f\n")
-    called("generate", target, "-p", "def f", *NEW, "-q")
-    batch = ("batch", rows, tmp_path / "out.jsonl", "--model", target)
-    for words in (batch, ("transcribe", "--demo"), ("demo", *NEW)):
-        assert called(*words, "-q", code=1).err == "error: compiled\n", words
-    with pytest.raises(Enough):
-        load_served(ModelSettings(name="m", target=target, draft=draft), Limits())

@@ -69,12 +69,6 @@ def test_an_untested_version_is_wrong(monkeypatch: pytest.MonkeyPatch, called: A
         assert words in out
 
 
-@pytest.fixture(autouse=True)
-def nothing_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command sets this for its process."""
-    monkeypatch.setenv("SPECDEC_COMPILE_AFTER", "inf")
-
-
 def test_a_pair(folders: tuple[str, str], tmp_path: Path, called: Any) -> None:
     """Backends and why, whether they fit, what each draft brings, and the command that is the fastest."""
     target, draft = folders

@@ -1,6 +1,5 @@
 """Several threads on one generator: they share its passes, and nothing that one of them does reaches another."""
 
-import fcntl
 import gc
 import os
 import signal
@@ -18,7 +17,6 @@ import torch
 
 from specdec import CancelledError, EngineError, LanguageModel, SpecGenerator
 from specdec.core.drafts import Draft, Proposer
-from specdec.engine import openmp
 from specdec.engine.openmp import release_helpers
 from specdec.proposers import FunctionDraft, ModelDraft, SuffixDraft
 from tests.engine.test_requests_stateful import Trouble, failing
@@ -475,28 +473,6 @@ def test_loading_leaves_no_helper_threads() -> None:
         assert not threads() - alone
     finally:
         torch.set_num_threads(before)
-
-
-def test_a_core_is_left_to_the_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """One thread fewer as long as any program's compiler runs, and only within calls."""
-    monkeypatch.setenv("SPECDEC_COMPILED", str(tmp_path))
-    monkeypatch.setattr(openmp, "_cores", lambda: 2)
-    monkeypatch.setattr(openmp, "_EVERY", 1e-9)
-    generator = SpecGenerator(tiny("llama"))
-    counts = list[int]()
-
-    def note(ids: torch.Tensor, scores: Any) -> bool:
-        """Begins a compilation in the middle of the first call, and ends it in the middle of the second one."""
-        counts.append(torch.get_num_threads())
-        if len(counts) in (4, 12):
-            fcntl.flock(file, fcntl.LOCK_EX if len(counts) == 4 else fcntl.LOCK_UN)
-        return False
-
-    with torch_threads(2), (tmp_path / "turn.lock").open("w") as file:
-        for _ in range(2):
-            generator.generate([[5, 6, 7]], stopping_criteria=[note], **endless(8))
-            assert torch.get_num_threads() == 2
-    assert counts == [2] * 4 + [1] * 8 + [2] * 4
 
 
 def threads() -> set[str]:

@@ -12,7 +12,6 @@ import torch
 import specdec.generator.drafts_by_name
 from specdec import LanguageModel, OptionError, SpecGenerator
 from specdec.generator.drafts_by_name import Drafts
-from specdec.models.backends.compiled import CompiledForward
 from specdec.proposers import HybridDraft, ModelDraft, NgramDraft
 from tests.folders import WIDTH, byte_tokenizer
 from tests.generator.conftest import Letters
@@ -249,33 +248,6 @@ def test_training_mode_after_construction(draft: Any, which: str) -> None:
     target.eval()
     small.eval()
     generator.generate(IDS, **RUN)
-
-
-# --- compiling
-
-
-def is_compiled(*models: LanguageModel) -> bool:
-    return all(model.ragged is not None and model.ragged.compiled is not None for model in models)
-
-
-def spelled(model: Any) -> Any:
-    """A hybrid with a model by its name, or with a loaded one."""
-    return f"suffix+{model}" if isinstance(model, str) else ("suffix", model)
-
-
-@pytest.mark.parametrize("pair", [False, True])
-def test_compile_reaches_both_models(folders: tuple[str, str], pair: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However they are named. (`from_pretrained` compiled the target alone.)"""
-    monkeypatch.setattr(CompiledForward, "start", lambda self: self)
-    target, draft = folders
-    objects = tiny("llama"), tiny("llama", seed=1)
-    ways = ((SpecGenerator, objects), (SpecGenerator, folders), (SpecGenerator.from_pretrained, folders))
-    for make, (one, two) in ways:
-        generator = make(one, spelled(two) if pair else two, backend="compiled")
-        assert len(generator.draft.models) == 1
-        assert is_compiled(generator.target, *generator.draft.models)
-    plain = SpecGenerator.from_pretrained(target, draft)
-    assert not any(map(is_compiled, (plain.target, *plain.draft.models)))
 
 
 def test_a_generator_describes_itself() -> None:

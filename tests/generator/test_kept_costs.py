@@ -192,12 +192,12 @@ def test_a_relative_path_is_a_name_in_its_folder_alone(
 
 
 def test_another_backend_begins_afresh(folder: Path, folders: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was learned of packed passes was the start, and the file, of compiled ones."""
+    """What was learned of one backend is no start for another one."""
     with generator(folders) as first:
         first.generate(PROMPT, **CALL)
         assert learned(first).is_measured
         with monkeypatch.context() as patch:
-            patch.setattr(LanguageModel, "backend", "compiled")
+            patch.setattr(LanguageModel, "backend", "other")
             assert not learned(first).is_measured
         assert learned(first).is_measured
 

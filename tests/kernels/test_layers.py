@@ -1,5 +1,6 @@
 """Parts of layers as one call: equal to torch's operators, bit for bit, over dtypes and widths; bad operands."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from specdec.kernels import HELD, pack, part
+from specdec.kernels import HELD, attention, gated, norm, pack, part
 from specdec.models.backends.ragged_model import Sigmoid, Tanh
 
 pytestmark = pytest.mark.usefixtures("built")
@@ -36,8 +37,8 @@ def test_norms(width: int, dtype: torch.dtype) -> None:
     for shape in ((1, 1), (2, 5), (1, 33)):
         x = (3 * torch.randn(*shape, width)).to(dtype)
         wide = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + eps)
-        assert torch.equal(part("Norm", weight, eps).run(x), weight * wide.to(dtype))
-        assert torch.equal(part("Norm", 1 + weight.float(), eps).run(x), (wide * (1 + weight.float())).to(dtype))
+        assert torch.equal(norm(part("Norm", weight, eps), x), weight * wide.to(dtype))
+        assert torch.equal(norm(part("Norm", 1 + weight.float(), eps), x), (wide * (1 + weight.float())).to(dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -48,7 +49,7 @@ def test_gated_products(name: str, dtype: torch.dtype) -> None:
     weights = [(torch.randn(*shape) / 6).to(dtype) for shape in ((64, 40), (64, 40), (40, 64))]
     (gate, one), (up, two), (down, three) = map(linear, weights)
     _, both = linear(torch.cat(weights[:2]))
-    scale, norm = 1.702 if name == "sigmoid" else 1.0, part("Norm", torch.ones(40, dtype=dtype), 1e-6)
+    scale, unit = 1.702 if name == "sigmoid" else 1.0, part("Norm", torch.ones(40, dtype=dtype), 1e-6)
     for rows in (1, 4, 17):
         x = torch.randn(1, rows, 40).to(dtype)
 
@@ -57,12 +58,12 @@ def test_gated_products(name: str, dtype: torch.dtype) -> None:
 
         for layers in ([one, two], [both]):
             alone = part("Gated", layers, True, three, name, scale, None, None, False)
-            assert torch.equal(alone.run(x), expected(x))
-            framed = part("Gated", layers, True, three, name, scale, norm, norm, True)
-            assert torch.equal(framed.run(x), x + norm.run(expected(norm.run(x))))
+            assert torch.equal(gated(alone, x), expected(x))
+            framed = part("Gated", layers, True, three, name, scale, unit, unit, True)
+            assert torch.equal(gated(framed, x), x + norm(unit, expected(norm(unit, x))))
 
 
-def attention(dtype: torch.dtype, width: int, sizes: tuple[int, int, int, int] = (4, 2, 8, 8)) -> Any:
+def attention_part(dtype: torch.dtype, width: int, sizes: tuple[int, int, int, int] = (4, 2, 8, 8)) -> Any:
     heads, kv_heads, of_key, of_value = sizes
     outputs = (heads * of_key, kv_heads * of_key, kv_heads * of_value)
     layers = [linear(torch.randn(count, width).to(dtype))[1] for count in outputs]
@@ -73,7 +74,7 @@ def attention(dtype: torch.dtype, width: int, sizes: tuple[int, int, int, int] =
 def test_wrong_operands() -> None:
     """An error names the argument."""
     x, table, turns = torch.ones(1, 2, 16), torch.zeros(2, 4, dtype=torch.int32), torch.ones(1, 2, 8)
-    buffer, run = torch.zeros(1, 2, 4, 8), attention(torch.float32, 16).run
+    buffer, run = torch.zeros(1, 2, 4, 8), partial(attention, attention_part(torch.float32, 16))
     table[:, 3] = 1
     assert run(x, turns, turns, table, buffer, buffer).shape == (1, 2, 16)
     for cos in (torch.ones(1, 3, 8), torch.ones(1, 2, 7), torch.ones(1, 2, 10), turns.double(), turns.bfloat16()):
@@ -82,15 +83,15 @@ def test_wrong_operands() -> None:
     with pytest.raises(ValueError, match="`x` must be"):
         run(torch.ones(2, 2, 16), turns, turns, table, buffer, buffer)
     with pytest.raises(ValueError, match="`x` must be"):
-        part("Norm", torch.ones(8), 1e-6).run(torch.ones(3, 9))
+        norm(part("Norm", torch.ones(8), 1e-6), torch.ones(3, 9))
     with pytest.raises(ValueError, match="`x` must be float32 or bfloat16"):
-        part("Norm", torch.ones(8), 1e-6).run(torch.ones(3, 8, dtype=torch.float16))
+        norm(part("Norm", torch.ones(8), 1e-6), torch.ones(3, 8, dtype=torch.float16))
     with pytest.raises(ValueError, match="`weight` must be"):
         part("Norm", torch.ones(8, dtype=torch.float16), 1e-6)
     with pytest.raises(ValueError, match="`held` must be"):
         part("Linear", [], 1, 0, 0, False)
     _, one = linear(torch.ones(8, 8))
     with pytest.raises(ValueError, match="`name` must be"):
-        part("Gated", [one, one], True, one, "relu", 1.0, None, None, False).run(torch.ones(1, 1, 8))
+        gated(part("Gated", [one, one], True, one, "relu", 1.0, None, None, False), torch.ones(1, 1, 8))
     with pytest.raises(ValueError, match="`gate_up` must give pieces"):
-        part("Gated", [one, one, one], True, one, "silu", 1.0, None, None, False).run(torch.ones(1, 1, 8))
+        gated(part("Gated", [one, one, one], True, one, "silu", 1.0, None, None, False), torch.ones(1, 1, 8))

@@ -201,7 +201,7 @@ def test_models_that_read_no_ids_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_backends_that_cannot_be(tmp_path: Path) -> None:
     folder = saved("llama", tmp_path)
-    with pytest.raises(OptionError, match=r"`backend` must be one of auto, eager, packed, compiled, got 'third'"):
+    with pytest.raises(OptionError, match=r"`backend` must be one of auto, eager, packed, got 'third'"):
         SpecGenerator(tiny("llama"), backend="third")
     with pytest.raises(OptionError, match="`backend` must be one of"):
         SpecGenerator.from_pretrained(folder, backend="third")
@@ -257,7 +257,6 @@ def test_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     folder = saved("llama", tmp_path)
     for how, otherwise in (
         ({"backend": "packed"}, "leave it out"),
-        ({"backend": "compiled"}, "leave it out"),
         ({"exactness": "strict"}, "leave it out"),
         ({"quantization": "int4-weight"}, "use 'int8-weight'"),
     ):

@@ -126,7 +126,7 @@ def test_an_early_exit() -> None:
 
 
 def test_models_stay_as_they_are() -> None:
-    """Neither the caller's model nor the one that is compiled has calls in place of its layers."""
+    """Neither the caller's model nor the copy with attention of our own has calls in place of its layers."""
     model = tiny("llama")
     language = LanguageModel(model, backend="packed")
     assert language.ragged is not None

@@ -1,8 +1,4 @@
-"""Layers that share a call: the same numbers, bit for bit, over one copy of the weights."""
-
-import copy
-import pickle
-import threading
+"""Layers that are joined: the same numbers, bit for bit, over one copy of the weights."""
 
 import pytest
 import torch
@@ -10,15 +6,11 @@ from torch import nn
 
 from specdec.kernels import PackedLinear, pack
 from specdec.kernels.ops import ALIKE, FASTEST
-from specdec.models import LanguageModel
-from specdec.models.backends.fused_linear import Joint, OutputSlice
+from specdec.models.backends.fused_linear import join_layers
 from tests.kernels.rounding import to_int4, to_int8
 from tests.kernels.test_kernels import int8_in_groups
-from tests.models.exact import twin_of
-from tests.tiny import tiny
 
 pytestmark = pytest.mark.usefixtures("built")
-WIDE = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
 KINDS = {
     "float32": lambda weight: weight,
     "bfloat16": lambda weight: weight.bfloat16(),
@@ -26,11 +18,6 @@ KINDS = {
     "int8 groups": int8_in_groups,
     "int4": to_int4,
 }
-
-
-def parts(model: nn.Module) -> set[str]:
-    """What the layers are called that share a call."""
-    return {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, OutputSlice)}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -61,86 +48,18 @@ def test_layers_that_cannot_be_joined() -> None:
         assert not PackedLinear.can_join([first, pack(other)])
 
 
-def test_who_asks_first() -> None:
-    """Whoever asks, and whatever others ask at the same time: an answer is for the tensor that was asked about."""
-    layers = [pack(torch.randn(32, 16)), pack(torch.randn(32, 16))]
-    expected = [layer.weight().T for layer in layers]
-    joint = Joint(PackedLinear.join(layers))
-    one, two = OutputSlice(joint, 0, 32, last=False), OutputSlice(joint, 32, 64, last=True)
-    x, y = torch.randn(1, 16), torch.randn(3, 16)
-    for part, given, own in ((one, x, 0), (two, y, 1), (two, x, 1), (one, y, 0), (two, y, 1)):
-        torch.testing.assert_close(part(given), given @ expected[own])
-    assert joint.memo.last is None
-    one(x)
-    seen: list[object] = []
-    thread = threading.Thread(target=lambda: seen.append(joint.memo.last))
-    thread.start()
-    thread.join()
-    assert seen == [None]
-    for other in (copy.deepcopy(joint), pickle.loads(pickle.dumps(joint))):
-        assert other.memo.last is None
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "joined"),
-    [
-        ("llama", WIDE, {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}),
-        ("whisper", {}, {"q_proj", "k_proj", "v_proj"}),  # of the text, not of the encoder
-        ("t5", {}, {"q", "k", "v"}),
-        ("gpt2", {}, set()),  # has them in one already
-    ],
-)
-def test_models(name: str, options: dict[str, int], joined: set[str]) -> None:
-    """Passes are the same, bit for bit, and the model's own layers hold no second copy."""
-    language = LanguageModel(tiny(name, **options), backend="packed")
-    before = twin_of(language, 2)
-    before.prefill(9, 4)
-    trees, keep = [before.tree(), before.chain(3)], [7, 2]
-    expected = before.forward(trees, keep)
-    language.ragged.fused = language.ragged.joined()
-    assert parts(language.ragged.fused) == joined
-    assert not parts(language.model)
-    after = twin_of(language, 2)
-    after.prefill(9, 4)
-    assert after.texts == before.texts
-    for one, other in zip(after.forward(trees, keep), expected, strict=True):
-        assert torch.equal(one.logits, other.logits)
-    own = {m.packed.untyped_storage().data_ptr() for m in language.model.modules() if isinstance(m, PackedLinear)}
-    shared = {m.layer.packed.data_ptr() for m in language.ragged.fused.modules() if isinstance(m, Joint)}
-    assert shared <= own
-    assert bool(shared) == bool(joined)
-
-
-def test_a_second_model_over_the_same_layers() -> None:
-    """It shares what was joined."""
-    first = LanguageModel(tiny("llama", **WIDE), backend="packed")
-    held = [m.layer for m in first.ragged.joined().modules() if isinstance(m, Joint)]
-    for other in (LanguageModel(first.model), first.early_exit(1)):
-        theirs = [m.layer for m in other.ragged.joined().modules() if isinstance(m, Joint)]
-        assert theirs
-        assert all(any(one is layer for layer in held) for one in theirs)
-
-
-def test_a_second_model_with_a_layer_of_its_own() -> None:
-    """What was joined is taken for the very layers that it was made of. (A replaced one was ignored.)"""
-    first = LanguageModel(tiny("llama", **WIDE), backend="packed")
-    _held = first.ragged.joined()
-    first.model.model.layers[0].self_attn.k_proj = pack(torch.ones(32, 64))
-    second = LanguageModel(first.model)
-    attention = second.ragged.joined().model.model.layers[0].self_attn
-    torch.testing.assert_close(attention.k_proj(torch.ones(1, 64)), torch.full((1, 32), 64.0))
-    assert attention.q_proj.joint is attention.k_proj.joint
-
-
-def test_a_strict_model_over_the_same_layers() -> None:
-    """It computes passes of all widths alike, over the same memory."""
-    first = LanguageModel(tiny("llama", **WIDE), backend="packed")
-    for layer in (m for model in (first.model, first.ragged.model) for m in model.modules()):
-        if isinstance(layer, PackedLinear):
-            layer.way = FASTEST
-    joined = [first.ragged.joined()]
-    joined.append(LanguageModel(first.model, exactness="strict").ragged.joined())
-    one, other = ([m.layer for m in model.modules() if isinstance(m, Joint)] for model in joined)
-    assert {layer.way for layer in one} == {FASTEST}
-    assert {layer.way for layer in other} == {ALIKE}
-    assert [layer.packed.data_ptr() for layer in one] == [layer.packed.data_ptr() for layer in other]
+def test_layers_of_several_models() -> None:
+    """They are joined once, as long as they are the very same; a strict model computes all widths alike over them."""
+    model = nn.ModuleDict({name: pack(torch.randn(32, 16)) for name in ("a", "b")})
+    layers = list(model.values())
+    first = join_layers(layers, [model], ["a", "b"])
+    assert join_layers(layers, [model], ["a", "b"]) is first
+    for layer in layers:
+        layer.way = ALIKE
+    strict = join_layers(layers, [model], ["a", "b"])
+    assert (first.way, strict.way) == (FASTEST, ALIKE)
+    assert strict.packed.data_ptr() == first.packed.data_ptr()
+    other = [layers[0], pack(torch.ones(32, 16))]
+    other[1].way = ALIKE
+    joined = join_layers(other, [], ["a", "b"])
+    torch.testing.assert_close(joined(torch.ones(1, 16))[0, 32:], torch.full((32,), 16.0))

@@ -220,7 +220,7 @@ def test_a_benchmark(folders: tuple[str, str], root: Path, monkeypatch: pytest.M
     mode = Mode(**EIGHT, draft_options=EIGHT)
 
     def measure() -> None:
-        Systems(folders[0], mode, compiles=False).generator("", Cell(folders[1], Drafting(schedule="constant")))
+        Systems(folders[0], mode).generator("", Cell(folders[1], Drafting(schedule="constant")))
         finish()
 
     measure()

@@ -94,7 +94,7 @@ def test_blocks_of_files_become_four_bits(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_rounded_rows_may_differ_more() -> None:
     """Layers that round rows to 8 bits turn another order of sums into other levels: the 0.5B file of Qwen2.5-Coder in
-    float32, whose logits are alike to 0.99988, lost passes of our own and compiled code."""
+    float32, whose logits are alike to 0.99988, lost passes of our own."""
     plain, rounding = torch.nn.Linear(32, 32), kernels.round_weight(torch.ones(32, 32), 8)
     expected = torch.linspace(-1, 1, 1000, device="cpu")
     logits = expected + 0.02 * torch.linspace(-1, 1, 1000, device="cpu").mul(99).cos()

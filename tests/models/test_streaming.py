@@ -240,7 +240,7 @@ def test_memory_and_threads_over_many_passes(tmp_path: Path) -> None:
 
 
 def live_bytes() -> int:
-    """Bytes of all tensors that the interpreter knows of; a compiler's fake ones have none."""
+    """Bytes of all tensors that the interpreter knows of."""
     gc.collect()
     known = (torch.Tensor, torch.nn.Parameter)
     found = [o for o in gc.get_objects() if type(o) in known and not o.is_meta]
@@ -248,14 +248,12 @@ def live_bytes() -> int:
 
 
 def test_models_over_a_streamed_one(tmp_path: Path) -> None:
-    """Layers keep their reading when a model stops early; a compiler would take weights of one moment for all."""
+    """Layers keep their reading when a model stops early."""
     whole, model = pair("llama", tmp_path)
     stream(model, find(model))
     inputs = prompt_for("llama")
     expected = reference(whole, inputs, max_new_tokens=8).tolist()
     assert SpecGenerator(model, "early_exit:1").generate(**inputs, **OPTIONS).sequences.tolist() == expected
-    with pytest.raises(UnsupportedError, match="compiled"):
-        LanguageModel(model, backend="compiled")
 
 
 def test_offloaded_later() -> None:

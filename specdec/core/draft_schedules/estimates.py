@@ -116,7 +116,7 @@ class LinearFit(NamedTuple):
     def add(self, nodes: float, seconds: float) -> LinearFit:
         """With one more pass; each older one loses 5% of its weight.
 
-        A stall (a compilation, another program) must not count in full: seconds are cut to three times those of a mean
+        A stall (another program, say) must not count in full: seconds are cut to three times those of a mean
         pass, more in proportion for more nodes. A pass of less than a third of the mean time, less in proportion for
         fewer nodes, shows that the earlier ones were stalls: it takes their place, and counts twice, as it is none.
         """

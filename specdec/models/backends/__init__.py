@@ -1,1 +1,1 @@
-"""How passes are run: padded, ragged, compiled, by snapshots."""
+"""How passes are run: padded, ragged, recorded, by snapshots."""

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
+from specdec import kernels
 from specdec.kernels import HELD, PackedLinear, part
 from specdec.models.backends.fused_linear import join_layers
 from specdec.models.backends.ragged_model import RaggedModel, Sigmoid, Tanh, noting
@@ -44,7 +45,7 @@ class _Norm:
         self.part = part("Norm", weight, eps)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.part.run(x)  # type: ignore[no-any-return]
+        return kernels.norm(self.part, x)  # type: ignore[no-any-return]
 
     @classmethod
     def kinds(cls, module: Any) -> list[Callable[[], _Norm]]:
@@ -61,7 +62,7 @@ class _Attention:
         self.part = part("Attention", *self.options, *_ALONE)
 
     def run(self, part: Any, x: Tensor, turns: tuple[Tensor, Tensor], table: Tensor, text: Any) -> Tensor:
-        return part.run(x, *turns, table, *text.buffers[self.index])  # type: ignore[no-any-return]
+        return kernels.attention(part, x, *turns, table, *text.buffers[self.index])  # type: ignore[no-any-return]
 
     def __call__(
         self, hidden_states: Tensor, position_embeddings: Any, attention_mask: Any, **named: Any
@@ -79,7 +80,7 @@ class _Gated:
         self.part = part("Gated", *self.options, *_ALONE)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.part.run(x)  # type: ignore[no-any-return]
+        return kernels.gated(self.part, x)  # type: ignore[no-any-return]
 
 
 class _Layer:
@@ -92,7 +93,7 @@ class _Layer:
 
     def __call__(self, hidden_states: Tensor, attention_mask: Any, *, position_embeddings: Any, **named: Any) -> Tensor:
         x = self.attention.run(self.of_attention, hidden_states, position_embeddings, attention_mask, named[CACHE])
-        return self.of_gated.run(x)  # type: ignore[no-any-return]
+        return kernels.gated(self.of_gated, x)  # type: ignore[no-any-return]
 
 
 class _Trial:

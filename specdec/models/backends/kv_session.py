@@ -127,7 +127,7 @@ class KvSession(KvCache):
         rules: Sequence[ChainRule],
         embeds: Sequence[Tensor] | None = None,
     ) -> Chained | None:
-        """Needs compiled passes, and rows that hold text alone."""
+        """Needs recorded passes, and rows that hold text alone."""
         ragged, named = self._ragged, [self.row(row) for row in rows]
         if ragged is None or not ragged.draft_chains or any(row.columns.scattered for row in named):
             return None

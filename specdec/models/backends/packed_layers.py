@@ -1,4 +1,4 @@
-"""The backend of a model's layers: as loaded ("eager"), packed ("packed"), or packed and compiled ("compiled").
+"""The backend of a model's layers: as loaded ("eager"), or packed ("packed").
 
 A packed layer (`specdec.kernels`) reads its weight at the speed of the memory and sums each row in one order. Owned
 models, which were loaded here, are packed in place, layer by layer. Of others a shallow copy is packed.
@@ -58,8 +58,8 @@ def is_packed(model: nn.Module) -> bool:
 def in_backend(model: Any, backend: str, *, owned: bool) -> Any:
     """The model in this backend: itself, changed only if `owned`, or a shallow copy.
 
-    "auto" packs owned models, "compiled" any, where that makes passes faster here, which is measured once per machine
-    and kind of model. Raises UnsupportedError where "packed" is asked for and impossible, and without kernels.
+    "auto" packs owned models where that makes passes faster here, which is measured once per machine and kind of model.
+    Raises UnsupportedError where "packed" is asked for and impossible, and without kernels.
     """
     if backend == "eager" or (backend == "auto" and not owned):
         return model

@@ -1,10 +1,9 @@
-"""Passes without padding over the new nodes of all rows, on compiled code once that exists."""
+"""Passes without padding over the new nodes of all rows, recorded where that can be."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -14,14 +13,13 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from specdec.core.drafts import Chained, ChainRule
 from specdec.core.work import Work
 from specdec.errors import UnsupportedError
-from specdec.models.backends.compiled import CompiledForward
 from specdec.models.backends.fused_layers import fused
-from specdec.models.backends.fused_linear import fuse_layers, readers
 from specdec.models.backends.packed_layers import alike
 from specdec.models.backends.ragged_inputs import PassInputs, RowNodes, StepInputs
 from specdec.models.backends.ragged_model import POSITIONS, RaggedModel
+from specdec.models.backends.recorded import draft_chain, record
 from specdec.models.cache.layout import ColumnMap
-from specdec.models.hf.derived import shallow_copy
+from specdec.models.hf.model_state import runs_other_code
 from specdec.models.hf.private_api import CACHE, gives_hidden_states, returned
 from specdec.models.hf.sides import trial_ids
 from specdec.models.probe import trial_encoding
@@ -31,7 +29,7 @@ _TRIED = 12  # tokens of the trial
 
 
 class RaggedForward:
-    """A model's ragged passes, compiled as soon as code exists; UnsupportedError for models that cannot run so."""
+    """A model's ragged passes; UnsupportedError for models that cannot run so."""
 
     def __init__(self, language: ModelSpec) -> None:
         if reason := _obstacle(language):
@@ -39,12 +37,9 @@ class RaggedForward:
         self._language = language
         self._none = torch.empty(0, dtype=torch.long, device=language.device)
         self.model = RaggedModel(language)
-        self.compiled: CompiledForward | None = None
         try:
             trial, expected = self._trial()
-            with readers(self.model.model) as self._fusable:
-                logits = self._tried(trial[:1])
-            logits = torch.cat([logits, self._tried(trial[1:])])
+            logits = self._tried(trial)
             self.fused = fused(self.model, [language.model], partial(self._tried, trial))
         except Exception as error:  # whatever an architecture raises: it does not run so
             raise UnsupportedError(f"{type(language.model).__name__} does not attend as others do ({error})") from error
@@ -52,41 +47,35 @@ class RaggedForward:
         if not alike(logits[blind:], expected[blind:], language.model):
             raise UnsupportedError(f"{type(language.model).__name__} gives other logits with attention of our own")
 
+    @cached_property
+    def recorded(self) -> Any:
+        """What runs passes without Python, which would not call what a caller changed in a model; None: nothing."""
+        changed = runs_other_code(self._language.model) and not self._language.is_owned
+        return None if changed else record(self.fused)
+
     def __call__(
         self, inputs: PassInputs, layers: bool | Sequence[int] = ()
     ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         """Logits `[kept, vocab]`, and a hidden state `[nodes, width]` for each of `layers` (True: all), or None."""
-        if self.compiled is None or not self.compiled.ready:
-            began = time.perf_counter()
+        if self.recorded is None:
             logits, hidden = self.fused.output(inputs, layers or False)
-            if self.compiled is not None:
-                self.compiled.spent(time.perf_counter() - began)
             return logits[0], tuple(None if state is None else state[0] for state in hidden)
         returned = self._returned(inputs.ids.shape[1], layers)
-        logits, *states = self.compiled(inputs._replace(returned=returned))
+        logits, *states = self.recorded.run(inputs._replace(returned=returned).tensors)
         wanted = zip(states, returned, strict=True) if layers else ()
         return logits[0], tuple(None if nodes is self._none else state[0] for state, nodes in wanted)
 
-    def joined(self) -> RaggedModel:
-        """The model with packed layers fused that read the same input, over the same memory."""
-        joined: RaggedModel = shallow_copy(self.model)
-        for names in self._fusable:
-            fuse_layers(joined.model, [self._language.model, self.model.model], names)
-        return joined
-
     @property
     def draft_chains(self) -> bool:
-        """Whether `draft_chain` works: on compiled code, with tokens or an embedding table as inputs."""
-        faster, known = self.compiled, not self.model.reads_embeds or self._embeddings is not None
-        return faster is not None and faster.ready and known
+        """Whether `draft_chain` works: on recorded passes, with tokens or an embedding table as inputs."""
+        return self.recorded is not None and (not self.model.reads_embeds or self._embeddings is not None)
 
     def draft_chain(self, inputs: PassInputs, steps: StepInputs, rules: Sequence[ChainRule]) -> Chained:
         """Drafts a chain after the kept node of every row, by up to `steps` more passes."""
-        assert self.compiled is not None
         embeddings = self._embeddings
         returned = self._returned(0, ()) if embeddings is None else [inputs.kept] * self.model.states
         rules = [rule._replace(width=min(rule.width, self._language.vocab_size)) for rule in rules]
-        return self.compiled.draft_chain(inputs._replace(returned=returned), steps, rules, embeddings)
+        return draft_chain(self.recorded, inputs._replace(returned=returned), steps, rules, embeddings)
 
     @property
     def _embeddings(self) -> Tensor | None:
@@ -141,7 +130,7 @@ def _obstacle(language: ModelSpec) -> str | None:
     if language.is_offloaded:
         return "has weights that are read for each pass"
     if language.device.type != "cpu":
-        return "does not compute on the CPU, for which passes are compiled"
+        return "does not compute on the CPU, for which our operators are"
     if capability.cache_kind != "kv":
         return f"does not run on the buffers of keys and values ({capability.reason})"
     if capability.positions not in POSITIONS:

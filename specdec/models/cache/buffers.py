@@ -122,7 +122,6 @@ class KvBuffers(Cache):  # type: ignore[misc]
         """Sets where the next pass writes, from row `first` on; buffers grow here, never inside a forward."""
         self.first, self.start, self.end, self.columns = first, layout.start, layout.end, layout.columns
         self._node_index = {}
-        # Not equal: compiled code would specialise on `end == capacity`.
         if self.end >= self.capacity:
             self._widen(self.end + 1)
         for row, columns_of_row in enumerate(layout.maps, first):

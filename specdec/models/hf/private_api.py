@@ -2,7 +2,7 @@
 
 Private names at the heart of one module are used there alone: caches in `recurrent_state` and `buffers`, derived
 positions in `positions`, accelerate's hooks in `device_hooks`, bitsandbytes' layers in
-`quantizers`, the compiler in `compiler`, Whisper's modules in `whisper`.
+`quantizers`, Whisper's modules in `whisper`.
 """
 
 from __future__ import annotations
@@ -68,23 +68,6 @@ def gathers_weights(model: Any) -> bool:
     from transformers.integrations.fsdp import is_fsdp_managed_module
 
     return bool(is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model))
-
-
-def note_outputs(model: Any) -> None:
-    """Lets an unpickled model return hidden states: constructors register what their class can record."""
-    parts = [module for module in model.modules() if getattr(module, "_can_record_outputs", None)]
-    registry = output_capturing._CAN_RECORD_REGISTRY
-    registry.update({str(type(part)): part._can_record_outputs for part in parts})
-
-
-def forget_outputs(model: Any) -> None:
-    """Removes the hooks that a model's first hidden states left, as they cannot be pickled."""
-    for module in model.modules():
-        vars(module).pop("_output_capturing_hooks_installed", None)
-        hooks = module._forward_hooks
-        for number, hook in list(hooks.items()):
-            if getattr(hook, "__module__", None) == CAPTURING:
-                del hooks[number]
 
 
 def class_of(auto_class: Any, config: Any) -> Any:

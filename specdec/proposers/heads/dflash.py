@@ -31,7 +31,7 @@ from specdec.proposers.heads.stage import Embedding, Stage
 class DFlashStage(Stage):
     """The layers of a DFlash head, which reads the target's layers `reads`; `masks` tokens `mask` make `guesses`."""
 
-    compiles = False  # nodes of a block attend to later ones
+    records = False  # nodes of a block attend to later ones
 
     def __init__(self, checkpoint: Checkpoint, target: LanguageModel) -> None:
         given, config, embedding = checkpoint.config, checkpoint.layers_config(), Embedding(target.input_embeddings)

@@ -79,7 +79,7 @@ class EagleStage(Stage):
         layer, norm, rotary = KINDS[config.model_type]
         read = hidden * (target_width or width)
         self._names = getattr(config, "layer_types", None) or [self.kinds[0].name] * config.num_hidden_layers
-        self.norm_output = "norm_output" in norms  # a plain attribute, which the key of compiled code includes
+        self.norm_output = "norm_output" in norms
         first = FirstLayer(layer(config, 0), norm, config, norm_before_residual="norm_before_residual" in norms)
         self.layers = nn.ModuleList([first, *(layer(config, i) for i in range(1, config.num_hidden_layers))])
         self.fc = nn.Linear(read, width, bias=False)

@@ -43,7 +43,7 @@ class AssistantStage(Stage):
     features that the stage wrote: its last hidden state), and the token's number among the guesses, 0 in text.
     """
 
-    compiles = False  # it reads the keys' positions from its cache
+    records = False  # it reads the keys' positions from its cache
 
     def __init__(self, checkpoint: Checkpoint, target: LanguageModel) -> None:
         given, whole, vocab = checkpoint.config, target.config, target.vocab_size

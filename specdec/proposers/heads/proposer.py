@@ -42,11 +42,10 @@ class HeadDraft(Draft):
         self._proposer = proposer or HeadProposer
         self.hidden_layers, self.source = tuple(hidden_layers), source
         capability = Capability("kv", "ids", "dict", stage.kinds, inputs="embeds")
-        backend = "packed" if backend == "compiled" and not stage.compiles else backend
         # It owns its weights, so that they may be packed.
         self.model = LanguageModel(stage.eval(), backend=backend, owned=True, capability=capability)
-        if self.model.ragged is not None and not stage.compiles:
-            self.model.ragged.compiled = None
+        if self.model.ragged is not None and not stage.records:
+            self.model.ragged.recorded = None
         self.models = [self.model]
 
     def __repr__(self) -> str:

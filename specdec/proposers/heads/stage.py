@@ -30,10 +30,10 @@ class Stage(nn.Module, ABC):
 
     `config` and `kinds` (of attention) are its layers'. Features are `width` wide. The first `blind` tokens of a text
     have no feature and are masked. `vocabulary`: the target's ids of its own logits, None if it has all `vocab_size`.
-    `compiles`: its passes may be compiled.
+    `records`: its passes may be recorded, and repeated for other tokens.
     """
 
-    compiles: ClassVar[bool] = True
+    records: ClassVar[bool] = True
     vocabulary: Tensor | None
 
     def __init__(

@@ -1,0 +1,202 @@
+"""Passes that were recorded: C++ calls the operators of one pass again, without Python.
+
+Ragged passes have few sizes that change: the numbers of new nodes and of nodes with logits, and the rows and columns of
+the buffers. So a pass over a few nodes is recorded twice, with different sizes. A number that is the same in both is a
+constant, and other numbers are multiples of one size. The operators are those of the model, so that results are equal,
+bit for bit; a third pass, of other sizes, compares them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from specdec import kernels
+from specdec.core.drafts import Chained, ChainRule
+from specdec.models.backends.ragged_inputs import PassInputs, StepInputs
+from specdec.models.backends.ragged_model import RaggedModel
+
+_log = logging.getLogger(__name__)
+_SIZES = (5, 3, 4, 96, 8, 11), (7, 4, 6, 104, 9, 13)  # of the recorded passes, whose ratios differ; see `example`
+_OTHER = 1, 1, 3, 40, 2, 5  # of the compared one
+_FORMATS: dict[Any, int] = {torch.contiguous_format: 0, torch.preserve_format: 1, torch.channels_last: 2}
+_WORDS = 2  # of the tables
+
+Place = tuple[int, int]
+"""An argument of a call, and a place in its list, or -1."""
+
+
+class _Unrecordable(Exception):
+    pass
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[misc,no-untyped-call]
+    """The operators that are called meanwhile, with arguments in the order of their schemas, and tensors they make."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls = list[tuple[Any, list[Any], list[Tensor]]]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.dynamic_output_shape in func.tags and not _picks(func, args):
+            raise _Unrecordable(f"{func} makes a tensor whose size depends on values")
+        result = func(*args, **(kwargs or {}))
+        names = func._schema.arguments[len(args) :]
+        arguments = [*args, *((kwargs or {}).get(one.name, one.default_value) for one in names)]
+        made = list(result) if isinstance(result, list | tuple) else [] if result is None else [result]
+        if not all(isinstance(one, Tensor) for one in made):
+            raise _Unrecordable(f"{func} makes {type(result).__name__}, on which the next operators may depend")
+        self.calls.append((func, arguments, made))
+        return result
+
+
+class _Tape:
+    """One recorded pass: its calls, and numbers of its values."""
+
+    def __init__(self, model: RaggedModel, inputs: PassInputs) -> None:
+        with _Recorder() as recorder:
+            outputs = model(*inputs)
+        self.calls, self.inputs, self.held = recorder.calls, inputs.tensors, list[Tensor]()
+        self.measured = _measured(inputs)
+        self.sizes = [self.inputs[number].shape[dimension] for number, dimension in self.measured]
+        numbers = {id(tensor): place for place, tensor in enumerate(self.inputs)}
+        made = {id(tensor) for _, _, tensors in self.calls for tensor in tensors}
+        for _, arguments, _ in self.calls:
+            for tensor in (value for _, value in _flat(arguments) if isinstance(value, Tensor)):
+                if id(tensor) not in made and id(tensor) not in numbers:
+                    numbers[id(tensor)] = len(numbers)
+                    self.held.append(tensor)
+        count = len(numbers)
+        self.read, self.made = list[dict[Place, int]](), list[list[int]]()
+        for _, arguments, tensors in self.calls:
+            flat = _flat(arguments)
+            self.read.append({place: numbers[id(value)] for place, value in flat if isinstance(value, Tensor)})
+            self.made.append(list(range(count, count := count + len(tensors))))
+            numbers |= {id(tensor): number for tensor, number in zip(tensors, self.made[-1], strict=True)}
+        self.returned = [numbers[id(tensor)] for tensor in outputs]
+
+    def passes(self, other: _Tape) -> Any:
+        """What runs passes of any sizes, if the `other` one differs in its sizes alone."""
+        same = all(torch.equal(*pair) for pair in zip(self.held, other.held, strict=True))
+        if not same or (self.read, self.made, self.returned) != (other.read, other.made, other.returned):
+            raise _Unrecordable("its operators depend on the number of tokens")
+        passes = kernels.passes(len(self.inputs), self.measured, self.held)
+        for (func, mine, _), (_, theirs, _), read, made in zip(
+            self.calls, other.calls, self.read, self.made, strict=True
+        ):
+            sizes = [
+                [*place, *self._factor(one, two, other.sizes)]
+                for (place, one), (_, two) in zip(_flat(mine), _flat(theirs), strict=True)
+                if not isinstance(one, Tensor | torch.ScriptObject) and one != two
+            ]
+            values, constants = [[*place, number] for place, number in read.items()], tuple(map(_constant, mine))
+            passes.add(func._schema.name, func._schema.overload_name, constants, values, sizes, made)
+        passes.end(self.returned)
+        return passes
+
+    def _factor(self, mine: Any, theirs: Any, sizes: Sequence[int]) -> tuple[int, int]:
+        """The number of the size that both numbers are a multiple of, and by what factor."""
+        for place, (size, other) in enumerate(zip(self.sizes, sizes, strict=True)):
+            if mine % size == 0 and mine // size * other == theirs:
+                return place, mine // size
+        raise _Unrecordable(f"the numbers {mine} and {theirs} follow no size")
+
+
+def record(model: RaggedModel) -> Any:
+    """What runs a model's passes without Python (`specdec.kernels.passes`); None if they cannot be recorded."""
+    try:
+        first, second = (_Tape(model, example(model, *sizes)) for sizes in _SIZES)
+        passes = first.passes(second)
+        expected = model(*example(model, *_OTHER))
+        if not all(map(torch.equal, passes.run(example(model, *_OTHER).tensors), expected)):
+            raise _Unrecordable("another pass gives other numbers")
+        return passes
+    except Exception as error:  # whatever an architecture does in Python
+        _log.debug("passes of %s are not recorded: %s", type(model.model).__name__, error)
+        return None
+
+
+def draft_chain(
+    passes: Any, first: PassInputs, steps: StepInputs, rules: Sequence[ChainRule], embeddings: Tensor | None
+) -> Chained:
+    """Drafts chains: the first pass has inputs `first`; `embeddings` are those of a head (`PackedLinear.table`)."""
+    encoders = [table[:, :, first.kept] for table in first.encoders]
+    others = [side for pair in (*first.buffers, *first.frames) for side in pair]
+    given = first.tensors, steps.positions, steps.tables, encoders, others, list(map(_numbers, rules)), embeddings
+    tokens, probabilities, scores = passes.draft_chain(*given)
+    guesses = [list(zip(*chain, strict=True)) for chain in zip(tokens, probabilities, strict=True)]
+    rest = iter(scores)
+    return Chained(guesses, [next(rest).softmax(-1) if rule.needs_q else None for rule in rules])
+
+
+def _numbers(rule: ChainRule) -> tuple[object, ...]:
+    """A rule as passes.cpp takes it."""
+    filters, address, first = rule.choice
+    noise = [] if address is None else [kernels.signed(address), first]
+    chosen = [(name, [*map(float, numbers)]) for name, numbers in filters], noise
+    budget = rule.budget
+    bins = [*budget.edges], [*budget.bases], [*budget.rates]
+    costs = budget.node_cost / budget.later, budget.pass_cost / budget.later
+    return *chosen, rule.most, rule.width, [*rule.ends], *bins, *costs, budget.needs_confidence, rule.needs_q
+
+
+def example(
+    model: RaggedModel, count: int, kept: int, rows: int, columns: int, encoders: int, frames: int
+) -> PassInputs:
+    """A pass over a chain of `count` nodes in the first of some `rows`, with logits of the first `kept`."""
+    place = torch.arange(count)
+    table = torch.zeros(1, 1, count, 4 + _WORDS, dtype=torch.int32)
+    table[..., 1], table[..., 3] = place, place + 1
+    cross = torch.zeros_like(table)
+    cross[..., 3] = frames
+    has_encoder = model.has_encoder
+    return PassInputs(
+        model.inputs(place[None]),
+        place[None] + count,  # unequal to columns and tokens
+        place[:kept],
+        [table.clone() for _ in range(len(model.kinds) or 1)],
+        [cross] if has_encoder else [],
+        [_pair(width, rows, columns, model.dtype) for width in model.widths],
+        [_pair(width, encoders, frames, model.dtype) for width in model.widths] if has_encoder else [],
+        [place.clone() for _ in range(model.states)],
+    )
+
+
+def _measured(inputs: PassInputs) -> list[list[int]]:
+    """The sizes that change: numbers of an input and of a dimension."""
+    text = 3 + len(inputs.tables) + len(inputs.encoders)
+    buffers = [text, text + 2 * len(inputs.buffers)][: 1 + bool(inputs.frames)]
+    return [[0, 1], [2, 0], *([number, dimension] for number in buffers for dimension in (0, 2))]
+
+
+def _pair(width: tuple[int, ...], rows: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    heads, *sides = width
+    keys, values = (torch.zeros(rows, heads, columns, side, dtype=dtype) for side in sides)
+    return keys, values
+
+
+def _picks(func: Any, args: Any) -> bool:
+    """Whether this is a choice by numbers, whose count is known."""
+    picks = func is torch.ops.aten.index.Tensor
+    return picks and not any(one is not None and one.dtype in (torch.bool, torch.uint8) for one in args[1])
+
+
+def _flat(arguments: Sequence[Any]) -> list[tuple[Place, Any]]:
+    """Arguments, and the members of those that are lists, with their places."""
+    pairs: list[tuple[Place, Any]] = []
+    for place, value in enumerate(arguments):
+        is_list = isinstance(value, list | tuple)
+        pairs += [((place, at), one) for at, one in enumerate(value)] if is_list else [((place, -1), value)]
+    return pairs
+
+
+def _constant(value: Any) -> Any:
+    """An argument as passes.cpp takes it: lists as tuples, tensors as None, and layouts as numbers."""
+    if isinstance(value, list | tuple):
+        return tuple(map(_constant, value))
+    return None if isinstance(value, Tensor) else _FORMATS.get(value, value)
