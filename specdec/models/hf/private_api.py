@@ -45,6 +45,16 @@ def set_attention(config: Any, kind: str | None) -> None:
     config._attn_implementation = kind
 
 
+def experts_of(config: Any) -> str | None:
+    """The experts implementation of a module, an argument of loading without a getter."""
+    return getattr(config, "_experts_implementation", None)
+
+
+def set_experts(config: Any, kind: str) -> None:
+    """Sets the function that computes the experts of modules with this config."""
+    config._experts_implementation = kind
+
+
 def hidden_states_of(layers: bool | Sequence[int]) -> bool | Sequence[int]:
     """The `output_hidden_states` that keeps only these layers; 5.17 counts the layers of a list in another way."""
     return layers if isinstance(layers, bool) or hasattr(output_capturing, "selected_hidden_states") else bool(layers)
