@@ -7,7 +7,6 @@ a parameter, and the weight of the router that chooses, counts here as the weigh
 from __future__ import annotations
 
 from collections.abc import Callable
-from copy import copy
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from specdec import kernels
-from specdec.models.hf.private_api import experts_of, set_experts
+from specdec.models.hf.private_api import with_experts
 
 EXPERTS = "specdec"
 _ROUTERS = {f"{family}TopKRouter" for family in ("GptOss", "Mixtral", "Olmoe", "Qwen2Moe", "Qwen3Moe")}
@@ -27,18 +26,18 @@ _BLOCK = 32  # outputs, of which each expert fills whole blocks
 class Stack:
     """A parameter `leaf` of a module as the weight of a linear layer: its outputs are `count` experts' ones.
 
-    `weight` is `[outputs, inputs]`, `bias` `[outputs]` or None. An expert has `rows` outputs, `padded` to whole blocks.
+    `weight` is `[outputs, inputs]`, `bias` `[outputs]` or None. An expert has `rows` outputs and `padding`, which fill
+    whole blocks.
     """
 
     def __init__(self, owner: Any, leaf: str) -> None:
         self.owner, self.leaf = owner, leaf
         self.shape, self.dtype = self.parameter.shape, self.parameter.dtype
-        self.is_router = len(self.shape) == 2
-        self.flips = not self.is_router and owner.is_transposed
-        self.bias_leaf = None if self.is_router or not owner.has_bias else f"{leaf}_bias"
-        self.count = 1 if self.is_router else self.shape[0]
+        self.flips = getattr(owner, "is_transposed", False)
+        self.bias_leaf = f"{leaf}_bias" if getattr(owner, "has_bias", False) else None
+        self.count, is_router = self.shape[:-2].numel(), len(self.shape) == 2
         self.rows, self.inputs = reversed(self.shape[-2:]) if self.flips else self.shape[-2:]
-        self.padded = self.rows if self.is_router else -(-self.rows // _BLOCK) * _BLOCK
+        self.padding = 0 if is_router else -self.rows % _BLOCK
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -48,18 +47,16 @@ class Stack:
     def weight(self) -> Tensor:
         weight = self.parameter.detach().view(self.count, *self.shape[-2:])
         weight = weight.transpose(1, 2) if self.flips else weight
-        padding = self.padded - self.rows
-        return (F.pad(weight, (0, 0, 0, padding)) if padding else weight).flatten(0, 1)
+        return (F.pad(weight, (0, 0, 0, self.padding)) if self.padding else weight).flatten(0, 1)
 
     @property
     def bias(self) -> Tensor | None:
-        if self.bias_leaf is None:
-            return None
-        return F.pad(self.owner.get_parameter(self.bias_leaf).detach(), (0, self.padded - self.rows)).flatten()
+        bias = self.owner.get_parameter(self.bias_leaf) if self.bias_leaf else None
+        return None if bias is None else F.pad(bias.detach(), (0, self.padding)).flatten()
 
     def unpacked(self, layer: kernels.PackedLinear) -> dict[str, Tensor]:
         """The numbers that a packed layer holds, as the parameter and its bias have them, by their names in `owner`."""
-        weight = layer.weight().to(self.dtype).view(self.count, self.padded, -1)[:, : self.rows]
+        weight = layer.weight().to(self.dtype).view(self.count, -1, self.inputs)[:, : self.rows]
         held = {self.leaf: (weight.transpose(1, 2) if self.flips else weight).contiguous().view(self.shape)}
         if self.bias_leaf is not None and layer.bias is not None:
             held[self.bias_leaf] = layer.bias.to(self.dtype).view(self.count, -1)[:, : self.rows].contiguous()
@@ -68,9 +65,8 @@ class Stack:
     def put(self, layer: kernels.PackedLinear) -> Callable[[], None]:
         """Puts a packed layer in the place of the parameter and its bias; returns the undoing."""
         owner, config = self.owner, getattr(self.owner, "config", None)
-        if not self.is_router and experts_of(config) != EXPERTS:
-            owner.config = copy(config)
-            set_experts(owner.config, EXPERTS)
+        if config is not None:  # routers have none
+            owner.config = with_experts(config, EXPERTS)
         delattr(owner, self.leaf)
         setattr(owner, self.leaf, layer)
         if self.bias_leaf is not None:
@@ -84,11 +80,6 @@ class Stack:
                 setattr(owner, name, nn.Parameter(tensor, requires_grad=False))
 
         return undo
-
-
-def has_experts(model: nn.Module) -> bool:
-    """Whether some layers of a model have experts that transformers lets functions compute."""
-    return any(hasattr(module, "_apply_gate") for module in model.modules())
 
 
 def expert_stacks(model: nn.Module) -> dict[str, Stack]:

@@ -26,7 +26,7 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
 from specdec import kernels
-from specdec.models.backends.experts import EvenSigmoid, has_experts
+from specdec.models.backends.experts import EvenSigmoid
 from specdec.models.backends.ragged_inputs import Buffers, PassInputs
 from specdec.models.cache.cross_attention import Frames
 from specdec.models.encoding import EncoderOutput
@@ -142,7 +142,8 @@ class RaggedModel(nn.Module):
         super().__init__()
         self.widths, self.states = list[tuple[int, int, int]](), 0
         self.model = shallow_copy(language.model, attention=ATTENTION)
-        self._even = language.is_strict and has_experts(self.model)
+        has_experts = any(hasattr(module, "_apply_gate") for module in self.model.modules())
+        self._even = language.is_strict and has_experts
         if language.is_strict:
             make_order_free(self.model)
         if self.model.config.is_encoder_decoder and type(encoder := self.model.get_encoder()) is WhisperEncoder:

@@ -35,34 +35,23 @@ def packed_blocks(stack: Stack, pieces: Pieces, rounds: bool) -> kernels.PackedL
     """The matrices over a file's blocks; None for blocks of several kinds, or of one that is not packed."""
     kind, *others = _kinds(pieces)
     sizes = {(len(tensor.data), tensor.shape[0]) for _, tensor in pieces}
-    rows = sum(tensor.data.shape[1] for _, tensor in pieces)
-    if (
-        others
-        or kind not in (kernels.BLOCKS if rounds else kernels.IN_FLOATS)
-        or sizes != {(stack.count, stack.inputs)}
-    ):
+    is_whole = sizes == {(stack.count, stack.inputs)} and sum(t.data.shape[1] for _, t in pieces) == stack.rows
+    if others or not is_whole or kind not in (kernels.BLOCKS if rounds else kernels.IN_FLOATS):
         return None
-    if rows != stack.rows:
-        return None
-    raw = [torch.from_numpy(np.asarray(tensor.data)) for _, tensor in pieces]
-    whole = (torch.cat(raw, 1) if len(raw) > 1 else raw[0]).flatten(0, 1)
-    return kernels.pack_blocks(whole, kind, stack.inputs, order=_order(stack, pieces), rounds=rounds)
+    raw, row, begin = list[Tensor](), torch.empty(stack.rows, dtype=torch.long), 0
+    for part, tensor in pieces:  # whose rows lie one behind the other for each expert
+        raw.append(torch.from_numpy(np.asarray(tensor.data)))
+        row[part.place or slice(None)] = torch.arange(begin, begin := begin + raw[-1].shape[1])
+    order = (torch.arange(stack.count)[:, None] * stack.rows + row).flatten()
+    blocks = (torch.cat(raw, 1) if len(raw) > 1 else raw[0]).flatten(0, 1)
+    return kernels.pack_blocks(blocks, kind, stack.inputs, order=order, rounds=rounds)
 
 
 def packed_numbers(stack: Stack, pieces: Pieces, rounds: bool) -> kernels.PackedLinear:
     """The matrices over a parameter that was read: rounded to 8 bits if the file has them in fewer, else as it is."""
-    if rounds and not _kinds(pieces) <= NUMBERS:
-        return kernels.round_weight(stack.weight, 8)
-    return kernels.pack(stack.weight)
+    is_plain = not rounds or _kinds(pieces) <= NUMBERS
+    return kernels.pack(stack.weight) if is_plain else kernels.round_weight(stack.weight, 8)
 
 
 def _kinds(pieces: Pieces) -> set[str]:
     return {tensor.tensor_type.name for _, tensor in pieces}
-
-
-def _order(stack: Stack, pieces: Pieces) -> Tensor:
-    """The rows of the pieces of all experts, which lie one behind the other, in the order of the parameter."""
-    order, begin = torch.empty(stack.rows, dtype=torch.long), 0
-    for part, tensor in pieces:
-        order[part.place or slice(None)] = torch.arange(begin, begin := begin + tensor.data.shape[1])
-    return (torch.arange(stack.count)[:, None] * stack.rows + order).flatten()

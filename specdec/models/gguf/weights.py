@@ -62,7 +62,8 @@ def read_model(reader: GgufReader, config: Any, dtype: torch.dtype, *, packs: bo
                     continue
             filled[part.parameter] += _put(model, part, tensor, reader.path)
             if stack and filled[part.parameter] == stack.parameter.numel():
-                packed[part.parameter] = packed_numbers(stack, pieces, rounds)
+                packed[part.parameter] = layer = packed_numbers(stack, pieces, rounds)
+                rounded.update([tensor.tensor_type.name] if layer.rounds else ())
                 _set(model, part.parameter, torch.empty_like(stack.parameter, device="meta"))
     model.tie_weights()
     for name, parameter in model.named_parameters():

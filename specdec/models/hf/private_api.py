@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
 from functools import partial
 from typing import Any
 
@@ -45,14 +46,11 @@ def set_attention(config: Any, kind: str | None) -> None:
     config._attn_implementation = kind
 
 
-def experts_of(config: Any) -> str | None:
-    """The experts implementation of a module, an argument of loading without a getter."""
-    return getattr(config, "_experts_implementation", None)
-
-
-def set_experts(config: Any, kind: str) -> None:
-    """Sets the function that computes the experts of modules with this config."""
-    config._experts_implementation = kind
+def with_experts(config: Any, kind: str) -> Any:
+    """A copy of a config, whose modules' experts a function of this name computes."""
+    other = copy(config)
+    other._experts_implementation = kind
+    return other
 
 
 def hidden_states_of(layers: bool | Sequence[int]) -> bool | Sequence[int]:
