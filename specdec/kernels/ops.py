@@ -1,8 +1,9 @@
 """Operators of our own.
 
 `specdec::packed_rows` consists of torch's operators. All others are C++ for the CPU alone, which checks its arguments:
-`specdec::packed_linear` (linear.cpp), `specdec::dots` (dots.cpp), `specdec::attend` and `specdec::store_nodes`
-(attention.cpp), `specdec::attend_frames` (frames.cpp), `specdec::keep_top` and `specdec::draws` (choice.cpp),
+`specdec::packed_linear` (linear.cpp), `specdec::dots` (dots.cpp), `specdec::expert_linear` (experts.cpp),
+`specdec::attend` and `specdec::store_nodes` (attention.cpp), `specdec::attend_frames` (frames.cpp),
+`specdec::keep_top` and `specdec::draws` (choice.cpp),
 `specdec::norm`, `specdec::attention` and `specdec::gated` (layers.cpp), for a `part` of a layer. They need
 `specdec.kernels.available`. `passes` runs a model's recorded passes and drafts chains with them (passes.cpp).
 """
@@ -22,6 +23,8 @@ _LIBRARY = torch.library.Library("specdec", "FRAGMENT")  # type: ignore[no-untyp
 _WEIGHT = "Tensor weight, Tensor? factors, Tensor? scales, Tensor? mins"
 _INTEGERS = "Tensor weight, Tensor? high, Tensor? factors, Tensor? scales, Tensor? mins, Tensor? steps, Tensor? levels"
 _LIBRARY.define(f"dots(Tensor x, {_INTEGERS}, Tensor? bias, int outputs, int way=0, int likely=0) -> Tensor")  # type: ignore[no-untyped-call]
+_OF_EXPERTS = "Tensor? bias, int outputs, int way, bool rounds"
+_LIBRARY.define(f"expert_linear(Tensor x, Tensor experts, {_INTEGERS}, {_OF_EXPERTS}) -> Tensor")  # type: ignore[no-untyped-call]
 _LIBRARY.define(f"packed_linear(Tensor x, {_WEIGHT}, Tensor? bias, int outputs, int way=0) -> Tensor")  # type: ignore[no-untyped-call]
 _LIBRARY.define(f"packed_rows(Tensor ids, {_INTEGERS}, int inputs) -> Tensor")  # type: ignore[no-untyped-call]
 _LIBRARY.define("set_ways(ScalarType weight, bool grouped, bool wide, int tiles, int unpacked) -> ()")  # type: ignore[no-untyped-call]
@@ -168,6 +171,15 @@ The weight is packed (`packed_layout.py`; dots.cpp has the shapes). A row's resu
 bit for bit; FASTEST, not ALIKE, may multiply many rows in floats. With `likely`, a multiple of 32, a row whose first so
 many outputs hold one with at least 0.9 of their softmax gets -inf for all others, whose weights are then not read.
 Raises ValueError for arguments that do not fit.
+"""
+
+expert_linear = torch.ops.specdec.expert_linear.default
+"""`(x, experts, weight, high, factors, scales, mins, steps, levels, bias, outputs, way, rounds)`: each row of `x`
+`[rows, inputs]` times the weight of one of the `experts` int64 `[rows]`, to `[rows, outputs]`.
+
+The weights of all experts lie one behind the other, each in whole blocks; `factors` and `bias` have an entry for each
+output of these blocks. Only the weights of `experts` are read. Rows are rounded as by `dots` if it `rounds`, else
+multiplied as by `packed_linear`. Raises ValueError for arguments that do not fit.
 """
 
 pack_blocks = torch.ops.specdec.pack_blocks.default

@@ -5,9 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from specdec.kernels import ops, packed_layout, pages
 from specdec.kernels.quantized import GROUP, Quantized
@@ -118,6 +120,22 @@ class PackedLinear(nn.Module):
         if self.rounds:
             return ops.dots(x, *map(held, HELD), self.outputs, self.way, self.likely)
         return ops.packed_linear(x, *map(held, _OF_FLOATS), self.outputs, self.way)
+
+    def of_experts(self, x: Tensor, experts: Tensor, outputs: int) -> Tensor:
+        """Rows `[rows, inputs]`, each by the weight of its expert `[rows]`, to `[rows, outputs]`.
+
+        The layer's outputs are the experts' ones, each padded to whole blocks; only the weights of `experts` are read.
+        """
+        held = map(self._buffers.get, HELD)
+        return ops.expert_linear(x, experts, *held, outputs, self.way, self.rounds)
+
+    @classmethod
+    def __torch_function__(cls, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Lets `F.linear(x, layer, bias)` call the layer, which may so stand for a router's weight."""
+        if function is not F.linear:
+            return NotImplemented
+        x, layer, bias = (*args, None)[:3]
+        return layer(x) if bias is None else layer(x) + bias
 
     def weight(self) -> Tensor:
         """The weight `[outputs, inputs]`: as given, or integers as float32."""

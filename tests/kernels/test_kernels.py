@@ -118,6 +118,25 @@ def test_rows_do_not_see_their_neighbours(kind: str, options: dict, dtype: torch
             assert torch.equal(layer(x.flip(0))[-70:].flip(0), alone)
 
 
+@pytest.mark.parametrize("rounds", [False, True])
+@cases
+def test_experts(kind: str, options: dict, dtype: torch.dtype, rounds: bool) -> None:
+    """Each row by the weight of its expert: bit for bit what a layer of that expert's weight alone gives."""
+    weights, biases = [numbers(40, 200, seed=seed) for seed in range(5)], numbers(5, 64, seed=9)
+    stacked = torch.cat([F.pad(weight, (0, 0, 0, 24)) for weight in weights])
+    all_experts = pack(rounded(stacked, kind, **options), biases.flatten(), rounds=rounds)
+    all_experts.way = ops.ALIKE
+    x, experts = numbers(30, 200, seed=6, dtype=dtype), torch.randint(1, 5, (30,))
+    whole = all_experts(x).view(30, 5, 64)[torch.arange(30), experts, :40]
+    assert torch.equal(all_experts.of_experts(x, experts, 40), whole)
+    assert torch.equal(all_experts.of_experts(x[7:8], experts[7:8], 40), whole[7:8])
+    assert all_experts.of_experts(x[:0], experts[:0], 40).shape == (0, 40)
+    for wrong in (experts + 1, experts - 5, experts[1:], experts.int()):
+        refused("experts", lambda wrong=wrong: all_experts.of_experts(x, wrong, 40))
+    refused("x", lambda: all_experts.of_experts(x[0], experts, 40))
+    refused("weight", lambda: all_experts.of_experts(x[:, :150], experts, 40))
+
+
 @cases
 def test_weight_comes_back(kind: str, options: dict, dtype: torch.dtype) -> None:
     """Packed weights come back exactly, integers as they were rounded; looked up rows agree."""

@@ -43,7 +43,10 @@ def check_same(got: LanguageModel, expected: LanguageModel, name: str) -> None:
     assert texts[0].tolist() == texts[1].tolist()
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2", "opt", "gemma2", "lfm2", "t5", "bart", "marian", "whisper"])
+@pytest.mark.parametrize(
+    "name",
+    ["llama", "qwen2", "gpt2", "opt", "gemma2", "lfm2", "t5", "bart", "marian", "whisper", "qwen3_moe", "gpt_oss"],
+)
 def test_texts(name: str, tmp_path: Path) -> None:
     """Architectures keep integers, scales, biases, ties and what stays in floats."""
     source, how = saved(name, tmp_path / "source"), {"quantization": "int8-weight"}

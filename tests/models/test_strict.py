@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from specdec import LanguageModel, OptionError, SpecGenerator, UnsupportedError, kernels
 from specdec.core.work import Work
+from specdec.models.backends.experts import expert_stacks
 from specdec.models.backends.packed_layers import replaced, tied_embeddings
 from specdec.models.backends.ragged_model import Sigmoid, Tanh
 from tests.heads import eagle_folder
@@ -32,7 +33,7 @@ HOWS: tuple[dict[str, Any], ...] = (
 
 CASES = [
     *(("llama", kind) for kind in KINDS),
-    *(("gemma2", "int8"), ("whisper", "bfloat16")),
+    *(("gemma2", "int8"), ("whisper", "bfloat16"), ("qwen2_moe", "int8")),
     *(pytest.param(*case, marks=pytest.mark.slow) for case in (("gpt2", "float32"), ("bart", "int4"))),
 ]
 
@@ -55,6 +56,8 @@ def quantized(name: str, kind: str) -> Any:
             if type(module) is nn.Linear and module not in encoder:
                 packed = kernels.round_weight(module.weight, int(kind[3:]), module.bias)
                 replaced(model, layer, packed, tied.get(layer, ()))
+        for stack in expert_stacks(model).values():
+            stack.put(kernels.round_weight(stack.weight, int(kind[3:]), stack.bias))
     return model
 
 
@@ -115,7 +118,7 @@ def test_a_cached_beginning_leaves_logits_alone(name: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "bart"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "bart", "qwen2_moe", "qwen3_moe", "gpt_oss"])
 def test_logits_bit_for_bit(name: str, kind: str) -> None:
     """Whatever shares a pass, however many threads compute it, and wherever a value then stands."""
     language, source = strict(name, kind), random.Random(0)
@@ -218,7 +221,7 @@ def test_layers_that_look_at_their_neighbours() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_layers_that_are_not_packed(dtype: torch.dtype) -> None:
     """They are refused by kind, as half precision hides most of what trying should show. (Experts passed it.)"""
-    refused(tiny("mixtral").to(dtype), r"`model\.layers\.0\.mlp\.\w+` is no packed layer")
+    refused(tiny("deepseek_v3").to(dtype), r"`model\.layers\.1\.mlp\.gate` is no packed layer")
 
 
 @pytest.mark.parametrize("name", ["bloom", "gptj", "mamba"])

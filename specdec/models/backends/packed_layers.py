@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any, NoReturn
@@ -20,6 +20,7 @@ from transformers.pytorch_utils import Conv1D
 
 from specdec import kernels
 from specdec.errors import UnsupportedError
+from specdec.models.backends.experts import Stack, expert_stacks, router_stacks
 from specdec.models.encoding import EncoderOutput
 from specdec.models.hf.derived import shallow_copy
 from specdec.models.hf.device_hooks import execution_device, is_offloaded
@@ -94,14 +95,18 @@ def why_not_packed(model: Any) -> str | None:
 
 
 def packable_layers(model: Any) -> dict[str, Any]:
-    """Layers that can be packed, by name.
+    """Layers that can be packed, by name, and matrices of experts, each as a layer.
 
     Encoders are packed that read ids, which `_logits` tries, and Whisper's, which is known.
     """
     encoder = model.get_encoder() if model.config.is_encoder_decoder else None
     tried = encoder is None or type(encoder) is WhisperEncoder or reads_ids_alone(model)
     left = set() if encoder is None or tried else set(encoder.modules())
-    return {name: module for name, module in model.named_modules() if module not in left and is_plain(module)}
+    layers = {name: module for name, module in model.named_modules() if module not in left and is_plain(module)}
+    stacks = expert_stacks(model)
+    return layers | {
+        name: stack for name, stack in stacks.items() if stack.owner not in left and not stack.parameter.is_meta
+    }
 
 
 def is_plain(module: nn.Module) -> bool:
@@ -117,18 +122,26 @@ def is_plain(module: nn.Module) -> bool:
 
 @torch.no_grad()
 def _pack(model: Any) -> Callable[[], None]:
-    return pack_layers(model, list(packable_layers(model)), lambda _, layer: weight_of(layer))
+    names = [*packable_layers(model), *router_stacks(model)]
+    return pack_layers(model, names, lambda _, layer: weight_of(layer))
+
+
+def layer_of(model: Any, name: str) -> Any:
+    """A module, or a parameter of experts and routers as a layer, by name; raises AttributeError."""
+    module, _, leaf = name.rpartition(".")
+    owner = model.get_submodule(module)
+    return Stack(owner, leaf) if leaf in owner._parameters else model.get_submodule(name)
 
 
 def pack_layers(
     model: Any,
-    names: Sequence[str],
+    names: Iterable[str],
     weight: Callable[[str, Any], kernels.Weight | kernels.PackedLinear | None],
 ) -> Callable[[], None]:
     """Replaces layers by packed ones, `weight(name, layer)` or over it, unless that is None; returns the undoing."""
     undo, tied, any_packed = ExitStack(), tied_embeddings(model), False
     for name in names:
-        layer = model.get_submodule(name)
+        layer = layer_of(model, name)
         if (found := weight(name, layer)) is not None:
             packed = found if isinstance(found, kernels.PackedLinear) else kernels.pack(found, bias=layer.bias)
             del layer, found  # frees its weight
@@ -167,7 +180,9 @@ def replaced(model: Any, name: str, packed: kernels.PackedLinear, tied: Sequence
 
     Undone, the layer has the weight that `packed` holds.
     """
-    layer = model.get_submodule(name)
+    layer = layer_of(model, name)
+    if isinstance(layer, Stack):
+        return layer.put(packed)
     dtype, flipped = layer.weight.dtype, isinstance(layer, Conv1D)
     places = {name: layer, **{one: model.get_submodule(one) for one in tied}}
     for place, module in places.items():

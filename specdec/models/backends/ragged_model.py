@@ -26,6 +26,7 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
 from specdec import kernels
+from specdec.models.backends.experts import EvenSigmoid
 from specdec.models.backends.ragged_inputs import Buffers, PassInputs
 from specdec.models.cache.cross_attention import Frames
 from specdec.models.encoding import EncoderOutput
@@ -141,6 +142,8 @@ class RaggedModel(nn.Module):
         super().__init__()
         self.widths, self.states = list[tuple[int, int, int]](), 0
         self.model = shallow_copy(language.model, attention=ATTENTION)
+        has_experts = any(hasattr(module, "_apply_gate") for module in self.model.modules())
+        self._even = language.is_strict and has_experts
         if language.is_strict:
             make_order_free(self.model)
         if self.model.config.is_encoder_decoder and type(encoder := self.model.get_encoder()) is WhisperEncoder:
@@ -181,7 +184,8 @@ class RaggedModel(nn.Module):
             # Unused, but layers check that an encoder exists.
             nothing = torch.zeros(1, 1, self._source_width, dtype=self.dtype, device=given.ids.device)
             inputs["encoder_outputs"] = EncoderOutput(last_hidden_state=nothing)
-        with _seeing(given.encoders[0] if given.encoders else None), self._looked_up(given.positions):
+        even = EvenSigmoid() if self._even else nullcontext()
+        with _seeing(given.encoders[0] if given.encoders else None), self._looked_up(given.positions), even:
             output = self.model(**inputs, output_hidden_states=hidden_states_of(layers))
         logits = output.logits if self._keeps else output.logits[:, given.kept]
         return logits, returned(output, "hidden_states")

@@ -13,15 +13,16 @@ from torch import Tensor, nn
 
 from specdec import kernels
 from specdec.errors import LoadError
+from specdec.models.backends.experts import expert_stacks, router_stacks
 from specdec.models.backends.packed_layers import PackedEmbedding, without_saving
 from specdec.models.gguf.config import model_class
+from specdec.models.gguf.experts import NUMBERS, packed_blocks, packed_numbers, pieces_of_experts
 from specdec.models.gguf.reader import GgufReader, StoredTensor, floats
 from specdec.models.gguf.tensors import TensorPart, tensor_map
 from specdec.models.hf.load_hook import with_bar
 
 _log = logging.getLogger(__name__)
 _HELD = 1 << 27  # bytes of the mapped file that may stay in memory
-_NUMBERS = {"F64", "F32", "F16", "BF16", "I8", "I16", "I32", "I64"}  # types that are no blocks
 
 
 @torch.no_grad()
@@ -36,6 +37,7 @@ def read_model(reader: GgufReader, config: Any, dtype: torch.dtype, *, packs: bo
     empty = dict(model.named_parameters(remove_duplicate=False))
     filled = dict.fromkeys(empty, 0)  # numbers
     packed, rounded, unread = dict[str, kernels.PackedLinear](), Counter[str](), 0
+    of_experts = pieces_of_experts(model, parts, reader) if packs else {}
     for name, places in with_bar(parts.items(), "Loading weights"):
         unread += reader.tensors[name].data.nbytes
         if unread > _HELD:
@@ -45,6 +47,11 @@ def read_model(reader: GgufReader, config: Any, dtype: torch.dtype, *, packs: bo
             if part.parameter not in empty:
                 raise LoadError(f"{reader.path} has the tensor {name}, and the model has no {part.parameter} for it")
             tensor = reader.tensors[name]
+            stack, pieces = of_experts.get(part.parameter, (None, []))
+            if stack and part is pieces[0][0] and (layer := packed_blocks(stack, pieces, rounds)):
+                packed[part.parameter], filled[part.parameter] = layer, stack.parameter.numel()
+            if part.parameter in packed:
+                continue
             if packs and _is_packable(model, part, tensor):
                 kind = tensor.tensor_type.name
                 if kind not in kernels.BLOCKS:
@@ -54,6 +61,10 @@ def read_model(reader: GgufReader, config: Any, dtype: torch.dtype, *, packs: bo
                     filled[part.parameter] = empty[part.parameter].numel()
                     continue
             filled[part.parameter] += _put(model, part, tensor, reader.path)
+            if stack and filled[part.parameter] == stack.parameter.numel():
+                packed[part.parameter] = layer = packed_numbers(stack, pieces, rounds)
+                rounded.update([tensor.tensor_type.name] if layer.rounds else ())
+                _set(model, part.parameter, torch.empty_like(stack.parameter, device="meta"))
     model.tie_weights()
     for name, parameter in model.named_parameters():
         if filled[name] == 0 and name.endswith("bias"):
@@ -62,7 +73,8 @@ def read_model(reader: GgufReader, config: Any, dtype: torch.dtype, *, packs: bo
             raise LoadError(f"{reader.path} lacks weights of {name}: it is incomplete, make it again")
     reader.forget()
     for name, layer in packed.items():
-        bias = getattr(model.get_submodule(name.rpartition(".")[0]), "bias", None)
+        owner = of_experts[name][0] if name in of_experts else model.get_submodule(name.rpartition(".")[0])
+        bias = getattr(owner, "bias", None)
         layer.bias = None if bias is None else bias.detach().float()
     put_packed(model, packed)
     if rounded:
@@ -91,7 +103,7 @@ def _is_packable(model: Any, part: TensorPart, tensor: StoredTensor) -> bool:
     if not is_layer or leaf != "weight" or tensor.data.ndim != 2 or not part.is_plain or part.place is not None:
         return False
     rows = int(tensor.shape[1]) if part.rows is None else len(part.rows)
-    return owner.weight.shape == (rows, tensor.shape[0]) and tensor.tensor_type.name not in _NUMBERS
+    return owner.weight.shape == (rows, tensor.shape[0]) and tensor.tensor_type.name not in NUMBERS
 
 
 def _packed(tensor: StoredTensor, part: TensorPart, rounds: bool) -> kernels.PackedLinear:
@@ -111,9 +123,14 @@ def sharing(model: Any) -> dict[int, list[str]]:
 
 
 def put_packed(model: Any, packed: dict[str, kernels.PackedLinear]) -> None:
-    """Puts packed layers, by the names of their weights, in the places of layers and embeddings without memory."""
+    """Puts packed layers, by the names of their weights, in the places of layers, embeddings and parameters of experts
+    without memory."""
     names = sharing(model)
+    stacks = expert_stacks(model) | router_stacks(model)
     for name, layer in packed.items():
+        if stack := stacks.get(name):
+            stack.put(layer)
+            continue
         weight = model.get_parameter(name)
         for place in [tied.rpartition(".")[0] for tied in names[id(weight)]]:
             owner = model.get_submodule(place)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
 from functools import partial
 from typing import Any
 
@@ -43,6 +44,13 @@ def attention_of(config: Any) -> str:
 def set_attention(config: Any, kind: str | None) -> None:
     """Sets the attention of modules that are made of a config, without the model's own checks."""
     config._attn_implementation = kind
+
+
+def with_experts(config: Any, kind: str) -> Any:
+    """A copy of a config, whose modules' experts a function of this name computes."""
+    other = copy(config)
+    other._experts_implementation = kind
+    return other
 
 
 def hidden_states_of(layers: bool | Sequence[int]) -> bool | Sequence[int]:

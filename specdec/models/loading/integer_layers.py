@@ -15,6 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 from specdec import kernels
 from specdec.errors import UnsupportedError
+from specdec.models.backends.experts import Stack, expert_stacks
 from specdec.models.backends.int8_linear import Int8Linear
 from specdec.models.backends.packed_layers import changed, is_plain, pack_layers, weight_of, without_saving
 from specdec.models.hf.load_hook import with_bar
@@ -45,7 +46,7 @@ class WeightOnly(Quantizer):
 
     @torch.no_grad()
     def convert(self, model: Any) -> None:
-        """Replaces every linear layer, one after the other, by one of few bits.
+        """Replaces every linear layer and, packed, matrix of experts, one after the other, by one of few bits.
 
         If these are packed, so is the language head, in 8 bits, and tied embeddings read its rows; otherwise, as in
         bitsandbytes, both stay as they are, like layers that a model keeps in float32. Raises UnsupportedError for
@@ -61,6 +62,7 @@ class WeightOnly(Quantizer):
                 )
             model.set_submodule(name, self.layer(weight_of(module).to(model.dtype), module.bias))
             self.mapped.used(module.weight.nbytes)
+        pack_layers(model, with_bar([*expert_stacks(model)], "Rounding experts"), self._of_experts)
         head = model.get_output_embeddings()
         if head is not None and is_plain(head) and self._fits(head.weight) and kernels.available():
             name = next(name for name, module in model.named_modules() if module is head)
@@ -69,6 +71,10 @@ class WeightOnly(Quantizer):
 
     def _fits(self, weight: Tensor) -> bool:
         return self.packs and weight.device.type == "cpu" and weight.dtype in kernels.FLOATS.values()
+
+    def _of_experts(self, _: str, stack: Stack) -> Any:
+        """A matrix of experts in few bits; None, which leaves it as it is, where such layers are not packed."""
+        return self.layer(stack.weight, stack.bias) if self._fits(stack.parameter) and kernels.available() else None
 
     def layer(self, weight: Tensor, bias: Tensor | None) -> nn.Module:
         if self._fits(weight) and kernels.available():

@@ -48,7 +48,7 @@ _WRITES = ContextVar("_WRITES", default=True)
 _PATIENCE = 5.0  # seconds for which a program that ends waits
 _CODE = (  # which decides what is packed
     *("kernels/*.py", "models/gguf/*.py", "models/loading/*.py"),
-    *("models/backends/packed_layers.py", "options/load.py"),
+    *("models/backends/experts.py", "models/backends/packed_layers.py", "options/load.py"),
 )
 _BROKEN = LoadError, ValueError, KeyError, OSError  # what reading a broken folder raises
 

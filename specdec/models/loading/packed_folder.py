@@ -20,6 +20,7 @@ from transformers.pytorch_utils import Conv1D
 
 from specdec import kernels
 from specdec.errors import LoadError, OptionError, UnsupportedError
+from specdec.models.backends.experts import expert_stacks, router_stacks
 from specdec.models.backends.packed_layers import PackedEmbedding, is_packed, weight_of
 from specdec.models.gguf import empty_model
 from specdec.models.gguf.weights import put_packed, sharing
@@ -139,8 +140,10 @@ def read_packed(name: str, config: Any, dtype: torch.dtype, *, revision: str | N
     tables = {f"{place}.weight" for place, part in model.named_modules() if isinstance(part, nn.Embedding)}
     tensors = read_tensors(cached(name, _FILE, revision), tables & alone)  # a pass reads a few rows of these tables
     state = {key: tensor.to(config.dtype) if tensor.dtype == stored else tensor for key, tensor in tensors.items()}
+    stacks = expert_stacks(model) | router_stacks(model)
     for module in [key.removesuffix(".packed") for key in tensors if key.endswith(".packed")]:
-        owner: Any = model.get_submodule(module)
+        stack = stacks.get(module)
+        owner: Any = stack or model.get_submodule(module)
         held = {leaf: state.pop(f"{module}.{leaf}", None) for leaf in kernels.HELD}
         try:
             layer = kernels.restored_layer(held, *weight_of(owner).shape, rounds=rounds)
@@ -148,7 +151,10 @@ def read_packed(name: str, config: Any, dtype: torch.dtype, *, revision: str | N
             raise LoadError(f"the layer {module} of {name!r} is broken ({error}): pack the model again") from error
         if packs:
             kernels.measure_ways(layer.kind, layer.scales is not None, layer.rounds)
-            packed[f"{module}.weight"] = layer
+            packed[module if stack else f"{module}.weight"] = layer
+        elif stack:
+            parent = module.rpartition(".")[0]
+            state |= {f"{parent}.{leaf}": tensor for leaf, tensor in stack.unpacked(layer).items()}
         else:
             weight = layer.weight().to(config.dtype)
             state |= dict.fromkeys(

@@ -11,15 +11,25 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from specdec.models.gguf import GgufReader
 
 
-def written(path: Path, architecture: str, keys: Mapping[str, Any], tensors: Mapping[str, Any] | None = None) -> str:
-    """A file with these keys, those that begin with a dot after the architecture's name, and float32 tensors."""
-    from gguf import GGUFWriter
+def written(
+    path: Path,
+    architecture: str,
+    keys: Mapping[str, Any],
+    tensors: Mapping[str, Any] | None = None,
+    experts: str = "F32",
+) -> str:
+    """A file with these keys, those that begin with a dot after the architecture's name, and float32 tensors.
+
+    The weights of `experts` have this type.
+    """
+    from gguf import GGMLQuantizationType, GGUFWriter, quants
 
     writer = GGUFWriter(path, architecture)
     for name, value in keys.items():
         _add(writer, f"{architecture}{name}" if name.startswith(".") else name, value)
     for name, array in (tensors or {}).items():
-        writer.add_tensor(name, np.asarray(array, np.float32))
+        kind = GGMLQuantizationType[experts if np.ndim(array) == 3 else "F32"]
+        writer.add_tensor(name, quants.quantize(np.asarray(array, np.float32), kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -138,13 +138,20 @@ def keys_of(kind: Kind, config: Any) -> Keys:
     return keys | {".rope.freq_base": float(rope["rope_theta"])} | kind.keys(config)
 
 
-def saved(path: Path, kind: Kind, model: Any, keys: Keys | None = None, tensors: dict[str, Any] | None = None) -> str:
-    """The model in a file of float32 numbers; `keys` that are None are left out."""
+def saved(
+    path: Path,
+    kind: Kind,
+    model: Any,
+    keys: Keys | None = None,
+    tensors: dict[str, Any] | None = None,
+    experts: str = "F32",
+) -> str:
+    """The model in a file of float32 numbers, `experts` in this type; `keys` that are None are left out."""
     every = {
         name: value for name, value in {**keys_of(kind, model.config), **(keys or {})}.items() if value is not None
     }
     arrays = {name: tensor.detach().numpy() for name, tensor in tensors_of(kind, model)}
-    return written(path, kind.architecture, every, {**arrays, **(tensors or {})})
+    return written(path, kind.architecture, every, {**arrays, **(tensors or {})}, experts)
 
 
 def tensors_of(kind: Kind, model: Any) -> Iterator[tuple[str, Tensor]]:
