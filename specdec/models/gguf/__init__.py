@@ -8,7 +8,7 @@
             ...                             # `converted(reader.tensors[name], part)`: its floats
     model.tie_weights()
 
-`read_model` is all of it. What is not known is an error that names it.
+`read_model` does all of it. A key or a tensor that is not known raises an error that names it.
 """
 
 from specdec.models.gguf.config import read_config
