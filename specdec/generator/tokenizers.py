@@ -19,7 +19,7 @@ from specdec.models.gguf import GgufReader
 from specdec.models.gguf.split_rules import split_rule
 from specdec.models.gguf.tokenizer import read_tokenizer
 from specdec.models.hf.private_api import cached
-from specdec.models.loading.gguf import located
+from specdec.models.loading.gguf import gguf_path
 from specdec.options import bundled_models
 from specdec.options.load import Loading, split_gguf
 
@@ -79,7 +79,7 @@ def tokenizer_beside(
             way_out = "pass `tokenizer=`, or token ids alone"
             warnings.warn(f"the tokenizer of {source} cannot be read ({reason}): {way_out}", stacklevel=2)
     if file is not None and find_spec("gguf") is not None:
-        return _tokenizer_inside(source, located(folder, str(file), options.get("revision")))
+        return _tokenizer_inside(source, gguf_path(folder, str(file), options.get("revision")))
     return None
 
 
@@ -90,7 +90,7 @@ def check_split_rule(source: Any, how: Loading) -> None:
     folder, own = split_gguf(bundled_models.locate(str(source), "target"))
     file = own or how.gguf_file
     if file and not _has_tokenizer(folder, how.revision) and Path(folder, file).is_file():
-        keys = GgufReader(located(folder, str(file), how.revision)).keys
+        keys = GgufReader(gguf_path(folder, str(file), how.revision)).keys
         if keys.get("tokenizer.ggml.model") == "gpt2":
             split_rule(keys.get("tokenizer.ggml.pre"))
 
