@@ -32,7 +32,7 @@ from specdec.generator.inputs.prompts import Prompts, RowPrompt, pad_id
 from specdec.generator.tokenizers import decode
 from specdec.models import Encoding, LanguageModel
 from specdec.models.exactness import Exactness
-from specdec.options.generate import Options, listed
+from specdec.options.generate import Options, to_list
 
 _SERIAL = count()  # of calls
 
@@ -148,7 +148,7 @@ class Call:
         if MaxLengthCriteria in kinds:
             length = min(one.max_length for one in own if type(one) is MaxLengthCriteria)
             self.options = self.options.model_copy(update={"max_length": length, "max_new_tokens": None})
-        if EosTokenCriteria in kinds and listed(self.options.eos_token_id):
+        if EosTokenCriteria in kinds and to_list(self.options.eos_token_id):
             raise UnsupportedError("`stopping_criteria` with an EosTokenCriteria: pass its ids as `eos_token_id=`")
         limit = check_call(self.options, prompts, extras.streamer, extras.tokenizer, target, drafted=drafted)
         encodes = draft is not None and draft.needs_encoder_inputs
@@ -165,7 +165,7 @@ class Call:
             self.time_limit = MaxTimeCriteria(o.max_time)
         # transformers' criteria that look at more than the last token come before the caller's own
         criteria: list[Any] = [one for one in own if type(one) is not MaxLengthCriteria]
-        stops = None if o.stop_strings is None else _stops(listed(o.stop_strings), extras.tokenizer)
+        stops = None if o.stop_strings is None else _stops(to_list(o.stop_strings), extras.tokenizer)
         count, serial = len(prompts.rows), next(_SERIAL)
         seeds = row_seeds(o.seed, count) if o.samples or o.seed is not None else [0] * count
         self.seqs = []
@@ -224,7 +224,7 @@ class Call:
     def _sequence(self, r: int, serial: int, seed: int, criteria: Sequence[Any]) -> RunningSequence:
         """The sequence of row `r`, with its strategy and its draft's instructions."""
         o, prompt, device = self.options, self.prompts.rows[r], self.target.device
-        forced = frozenset(listed(o.forced_eos_token_id))
+        forced = frozenset(to_list(o.forced_eos_token_id))
         stop = Stopping(frozenset(o.eos_ids), (o.max_length or 0) - prompt.padding, criteria, forced)
         processors = [
             one.copy(len(prompt.tokens), o.num_beams) if isinstance(one, Grammar) else one

@@ -16,7 +16,7 @@ from specdec.errors import OptionError, UnsupportedError
 from specdec.generator.inputs.prompts import Prompts
 from specdec.models import LanguageModel
 from specdec.models.hf.private_api import gathers_weights
-from specdec.options.generate import Options, listed
+from specdec.options.generate import Options, to_list
 from specdec.options.resolve import warn_of_idle
 
 DEFAULT_LENGTH = 20  # tokens; transformers' default for ids without any limit
@@ -137,7 +137,7 @@ def _check_vocabulary(options: Options, target: LanguageModel) -> None:
     named: dict[str, Any] = {
         "bad_words_ids": options.bad_words_ids or (),
         "sequence_bias": bias if isinstance(bias, Mapping) else [ids for ids, _ in bias],
-        **{name: [listed(getattr(options, name))] for name in _ID_OPTIONS},
+        **{name: [to_list(getattr(options, name))] for name in _ID_OPTIONS},
     }
     if options.num_beams > 1:
         named["constraints"] = [c.ids for c in read_constraints(options.constraints, None)]

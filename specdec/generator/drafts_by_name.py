@@ -264,7 +264,7 @@ def language_model(model: Any, name: str, how: Loading) -> LanguageModel:
     Raises OptionError for other types, and for a `LanguageModel` in another backend or exactness than `how` has.
     """
     model = unwrapped(model, name)
-    if isinstance(model, LanguageModel) and not how.given.keys() - set(PASSES):
+    if isinstance(model, LanguageModel) and not how.changes.keys() - set(PASSES):
         for option in PASSES:
             wanted, own = getattr(how, option), getattr(model, option)
             if wanted not in ("auto", own):

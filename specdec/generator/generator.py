@@ -32,7 +32,7 @@ from specdec.generator.job import Job
 from specdec.generator.memories import MemoryWish
 from specdec.generator.tokenizers import Detokenizer, check_split_rule, check_tokenizer, tokenizer_beside
 from specdec.models import LanguageModel, needs_eyes, plain_modes
-from specdec.options.generate import Form, Options, listed
+from specdec.options.generate import Form, Options, to_list
 from specdec.options.load import Loading, check_loaded
 from specdec.options.resolve import check_defaults, resolve
 from specdec.proposers.form import FormDraft
@@ -345,8 +345,8 @@ class SpecGenerator:
             raise OptionError(
                 f"`{form.field}` and `prefix_allowed_tokens_fn` each say which tokens may follow: pass one of them"
             )
-        own = listed(self.target.model.generation_config.eos_token_id)  # where the call ends with no token
-        ends = options.eos_ids or own or listed(getattr(extras.tokenizer, "eos_token_id", None))
+        own = to_list(self.target.model.generation_config.eos_token_id)  # where the call ends with no token
+        ends = options.eos_ids or own or to_list(getattr(extras.tokenizer, "eos_token_id", None))
         return self.grammars.make(form, extras.tokenizer, ends)
 
     def _options(self, given: Mapping[str, Any], config: Any) -> Options:

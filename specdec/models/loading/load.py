@@ -74,7 +74,7 @@ def load_model(
     """
     how, source = how or Loading(), unwrapped(source, name)
     if isinstance(source, LanguageModel | PreTrainedModel):
-        if names := [option for option in how.given if option not in PASSES]:
+        if names := [option for option in how.changes if option not in PASSES]:
             raise OptionError(
                 f"`{names[0]}` applies to loading, but the model is loaded already: change the model instead"
             )
@@ -140,7 +140,7 @@ def _from_checkpoint(source: str, folder: str, how: Loading, name: str) -> Langu
     """The wrapped model in `folder`, a path or hub name; `source` is the caller's word for it."""
     packs, began = how.backend != "eager", perf_counter()
     with explained(source, name):
-        is_whole = packs and not _WHOLE & how.given.keys() and _computes_on_cpu(how)
+        is_whole = packs and not _WHOLE & how.changes.keys() and _computes_on_cpu(how)
         weights = KeptWeights(folder, how) if is_whole else None
         model = weights and weights.read(partial(_read, argument=name))
         model = model or _read_fast(folder, how, name)
@@ -216,7 +216,7 @@ def _read(name: str, how: Loading, argument: str) -> Any:
         quantizer = _stored_quantizer(name, config, how) or quantizer
         kind = _auto_class(config)
         places = device_map(how, kind, config)
-        text = None if _WHOLE & how.given.keys() else part_class(kind, config, reads_text=True)
+        text = None if _WHOLE & how.changes.keys() else part_class(kind, config, reads_text=True)
         reader = text or kind
         options: dict[str, Any] = {**hub, **_numbers(how, config, quantizer), "use_safetensors": True}
         options |= {"config": config, "output_loading_info": True, "offload_folder": folder}
