@@ -15,7 +15,7 @@ from specdec.bench.suite import Suite
 from specdec.core.stats import Stats
 from specdec.errors import OptionError, SpecdecError
 from specdec.options import bundled_models
-from specdec.options.kept_lines import whole_lines
+from specdec.options.line_files import whole_lines
 
 
 @dataclass(frozen=True)
