@@ -22,7 +22,7 @@ _FALLBACK = (
 
 @dataclass(frozen=True)
 class Duel:
-    """Plain and assisted runs of one prompt: the output of the last one each, median tokens per second of all."""
+    """Plain and assisted runs of one prompt: the outputs of the last runs, median tokens per second of all runs."""
 
     plain: Generation
     assisted: Generation
@@ -67,6 +67,6 @@ def duel(
             watch.look()
             outs.append(generator.generate(text, **options))
         difference = difference or next(differences(*(out.new_tokens() for out in outs)), None)
-        for out, own in zip(outs, rates, strict=True):
-            own.append(out.stats.tokens_per_second if out.stats is not None else 0.0)
+        for out, side in zip(outs, rates, strict=True):
+            side.append(out.stats.tokens_per_second if out.stats is not None else 0.0)
     return Duel(outs[0], outs[1], median(rates[0]), median(rates[1]), difference)
