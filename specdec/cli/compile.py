@@ -29,8 +29,8 @@ def compile_(
     from specdec import kernels
     from specdec.generator.generator import SpecGenerator
 
-    if (missing := kernels.lack()) is not None:
-        return fail(f"error: nothing can be compiled here, {missing}", FAILED)
+    if (reason := kernels.lack()) is not None:
+        return fail(f"error: nothing can be compiled here, {reason}", FAILED)
     began, draft = monotonic(), choose_draft(ctx.params, {}, target, {})
     with loading(f"loading {target}", downloads=not are_here(target, draft)):
         generator = SpecGenerator.from_pretrained(target, draft, backend="compiled", **loading_flags(ctx.params))
@@ -49,14 +49,14 @@ def _wait(generator: SpecGenerator) -> bool:
     """Waits for compiled code, with an estimated bar; returns whether all models run on it."""
     drafts = generator.draft.models if generator.draft is not None else ()
     models, began = (generator.target, *drafts), monotonic()
-    # so that Ctrl-C ends the process
-    waiting = [Thread(target=model.wait_until_compiled, daemon=True) for model in models]
-    for thread in waiting:
+    # Threads wait, so that Ctrl-C ends the process.
+    threads = [Thread(target=model.wait_until_compiled, daemon=True) for model in models]
+    for thread in threads:
         thread.start()
     with Bar() as notify:
-        while left := [thread for thread in waiting if thread.is_alive()]:
-            left[0].join(0.5)
-            done = len(models) - len(left)
+        while running := [thread for thread in threads if thread.is_alive()]:
+            running[0].join(0.5)
+            done = len(models) - len(running)
             share = min((monotonic() - began) / _SECONDS, 0.95 * len(models))
             notify(max(share, done), len(models), f"{done} of {len(models)} compiled")
     return all(model.wait_until_compiled(0) for model in models)

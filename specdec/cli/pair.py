@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 HEADING = Style(bold=True)
 PHASES = {"target": ("█", Style(color="blue")), "draft": ("▒", ACCEPTED), "all else": ("░", PROMPT)}
-LOOKS = 20  # of `Watch`, a few milliseconds each
+LOOKS = 20  # times that `Watch` looks, a few milliseconds each
 
 
 @flags.takes("sample temperature quiet")
@@ -54,7 +54,7 @@ def demo(
             generator.generate(text, **{**options, "max_new_tokens": 1})
     for _ in range(LOOKS):
         watch.look()
-    reported = _report_busy(watch)  # now, since decoding may take minutes
+    is_reported = _report_busy(watch)  # now, since decoding may take minutes
     for heading, generator in (("the target alone", plain), ("the target and its draft", assisted)):
         write(out, f"── {heading} ──\n", HEADING)
         write(out, text, PROMPT)
@@ -73,14 +73,14 @@ def demo(
         for words, style in parts:
             write(out, words, style)
     write(out, f"\n{verdict(result)}\n")
-    if not reported:
+    if not is_reported:
         _report_busy(watch)
-    assisted.compile()  # last, as it tells so on stderr
+    assisted.compile()  # last, as it writes a line on stderr
     return _compared(result, assisted.tokenizer)
 
 
 def _report_busy(watch: Watch) -> bool:
-    """Returns whether other programs slow the demo down, and prints it on stderr."""
+    """Prints on stderr that other programs slow the demo down; returns whether they do."""
     if watch.busy:
         remark(watch.verdict())
     return watch.busy
@@ -141,5 +141,5 @@ def zoo() -> None:
             size = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
             print(f"  {role:<24} {size / 1e6:.1f} MB  {folder}")
         for key, value in pair.card.items():
-            shown = f"{value:,}" if isinstance(value, int) else value if isinstance(value, str) else json.dumps(value)
-            print(f"  {key.replace('_', ' '):<24} {shown}")
+            text = f"{value:,}" if isinstance(value, int) else value if isinstance(value, str) else json.dumps(value)
+            print(f"  {key.replace('_', ' '):<24} {text}")

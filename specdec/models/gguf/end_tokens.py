@@ -45,7 +45,7 @@ _DEFAULTS: dict[str, tuple[int | None, ...]] = {
 
 
 class SpecialIds(NamedTuple):
-    """Ids of tokens with a meaning, None for those that a file lacks.
+    """Ids of tokens with a meaning, None for a token that the file lacks.
 
     `ends`: all that end a text, `eos` first. `control`: tokens whose text alone says that they are no words.
     `turn_goes_on`: <|end|> where it ends a part of an answer, and other tokens end the answer.

@@ -63,7 +63,7 @@ class GgufReader:
     def _read(self) -> None:
         magic, version, count, keys = self._unpack("<4sIQQ")
         if magic != b"GGUF":
-            raise self._broken("its first bytes are not those of a GGUF file")
+            raise self._broken("its first bytes are no GGUF file's")
         if version not in (2, 3):
             raise UnsupportedError(f"{self.path} has version {version} of GGUF, and 2 and 3 are read: convert it anew")
         self.keys: dict[str, Any] = {}

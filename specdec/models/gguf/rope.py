@@ -46,7 +46,7 @@ def rope_parameters(header: Header) -> dict[str, Any]:
         scaled: dict[str, Any] = {"short_factor": [number * factor for number in short or ()]}
         scaled |= {"long_factor": [number * factor for number in long or ()]}
         scaled |= {"original_max_position_embeddings": original, "attention_factor": float(attention or 1.0)}
-        scaled["factor"] = max(1.0, header.need("context_length") / original)  # of no use beside attention_factor
+        scaled["factor"] = max(1.0, header.need("context_length") / original)  # without effect beside attention_factor
         return rope | {"rope_type": "longrope", **scaled}
     if attention not in (None, 1.0):
         raise header.refusal("rope.scaling.attn_factor", attention, "no scaling is there that it could belong to")

@@ -94,5 +94,5 @@ def gguf_path(folder: str, name: str, revision: str | None) -> Path:
     if not path.is_file():
         path, *_ = [Path(cached(folder, part, revision)) for part in part_names(name)]
     if not is_gguf(path):
-        raise OptionError.of("gguf_file", "a GGUF file", str(path), "its first bytes are not those of a GGUF file")
+        raise OptionError.of("gguf_file", "a GGUF file", str(path), "its first bytes are no GGUF file's")
     return path
