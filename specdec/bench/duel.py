@@ -15,6 +15,7 @@ from specdec.generator.generator import SpecGenerator
 
 WARM_UP = 16
 _PROMPTS = 12
+_SECONDS = 6.0
 _FALLBACK = (
     'class Stack:\n    """A last-in, first-out collection."""\n\n    def __init__(self):\n        self.items = []\n\n'
 )
@@ -40,27 +41,18 @@ def prompts() -> list[str]:
     return held_out_prompts(_PROMPTS) or [_FALLBACK]
 
 
-def duel(
-    assisted: SpecGenerator,
-    plain: SpecGenerator,
-    text: str,
-    *,
-    watch: Watch,
-    repeats: int = 3,
-    patience: float = 6.0,
-    **options: Any,
-) -> Duel:
+def duel(assisted: SpecGenerator, plain: SpecGenerator, text: str, *, watch: Watch, **options: Any) -> Duel:
     """Times both in turn and compares each pair of texts; short runs warm up, and `watch` looks before every run.
 
-    It runs both twice, and goes on up to `repeats` while less than `patience` seconds have passed.
+    It runs both twice, and a third time while less than `_SECONDS` have passed.
     """
     for generator in (plain, assisted):
         generator.generate(text, **{**options, "max_new_tokens": WARM_UP})
     rates: tuple[list[float], list[float]] = ([], [])
     difference: Difference | None = None
     began = clock()
-    for repeat in range(repeats):
-        if repeat > 1 and clock() - began > patience:
+    for repeat in range(3):
+        if repeat > 1 and clock() - began > _SECONDS:
             break
         outs = []
         for generator in (plain, assisted):

@@ -40,22 +40,22 @@ def provenance() -> dict[str, Any]:
     }
 
 
-def memory_bandwidth(size: int = 2**28, tries: int = 6) -> float:
-    """The best rate, in bytes per second, at which torch's threads read a buffer of `size` bytes."""
-    buffer = torch.ones(size // 4)
-    return size / kernels.best_seconds(buffer.sum, tries)
+def memory_bandwidth() -> float:
+    """The best rate, in bytes per second, at which torch's threads read a buffer of 256 MiB."""
+    buffer = torch.ones(2**26)
+    return buffer.nbytes / kernels.best_seconds(buffer.sum, 6)
 
 
-def core_share(seconds: float = 0.15, size: int = 2**25) -> float:
-    """The share of a core, up to 1, that each of torch's threads gets while they read a buffer of `size` bytes.
+def core_share() -> float:
+    """The share of a core, up to 1, that each of torch's threads gets while they read 32 MiB again and again.
 
     Threads that wait for each other spin, so the share falls only where they wait for cores.
     """
-    buffer = torch.ones(size // 4)
+    buffer = torch.ones(2**23)
     for _ in range(3):  # the first sum makes torch's helper threads
         buffer.sum()
     began, cpu_began = time.perf_counter(), time.process_time()
-    while (passed := time.perf_counter() - began) < seconds:
+    while (passed := time.perf_counter() - began) < 0.15:  # seconds
         buffer.sum()
     return min((time.process_time() - cpu_began) / (passed * torch.get_num_threads()), 1.0)
 

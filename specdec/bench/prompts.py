@@ -28,6 +28,7 @@ _SKIPPED_FOLDERS = {
     *("site-packages", "dist-packages", "test", "tests"),
 }
 _HELD_OUT_PERCENT = 5
+_CHARACTERS = 480
 
 
 @dataclass(frozen=True)
@@ -146,15 +147,15 @@ def source_files(*, held_out: bool) -> Iterator[tuple[str, str]]:
             yield relative.as_posix(), text
 
 
-def held_out_prompts(count: int, *, characters: int = 480) -> list[str]:
-    """At most `count` prompts of about `characters`: held-out code from a top-level `def` or `class` to a line end."""
+def held_out_prompts(count: int) -> list[str]:
+    """At most `count` prompts: held-out code of about 480 characters from a `def` or `class` to a line end."""
     prompts: list[str] = []
     for _, text in source_files(held_out=True):
         starts = [match.start() + 1 for match in re.finditer(r"\n(def|class) ", text)]
-        starts = [start for start in starts if len(text) - start > 2 * characters]
+        starts = [start for start in starts if len(text) - start > 2 * _CHARACTERS]
         if starts:
             start = starts[len(starts) // 2]
-            prompts.append(text[start : text.find("\n", start + characters) + 1])
+            prompts.append(text[start : text.find("\n", start + _CHARACTERS) + 1])
         if len(prompts) == count:
             break
     return prompts

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from specdec.bench.duel import Duel
     from specdec.bench.machine import Watch
 
+_WIDTH = 40  # characters of the longest bar
 HEADING = Style(bold=True)
 PHASES = {"target": ("█", Style(color="blue")), "draft": ("▒", ACCEPTED), "all else": ("░", PROMPT)}
 LOOKS = 20  # times that `Watch` looks, a few milliseconds each
@@ -86,7 +87,7 @@ def _report_busy(watch: Watch) -> bool:
     return watch.busy
 
 
-def time_spent(duel: Duel, width: int = 40) -> Iterator[list[tuple[str, Style]]]:
+def time_spent(duel: Duel) -> Iterator[list[tuple[str, Style]]]:
     """Styled pieces of lines: a bar for plain and for assisted decoding, as long as they took, in phases."""
     runs = [(name, out.stats) for name, out in (("alone", duel.plain), ("with draft", duel.assisted)) if out.stats]
     longest = max((stats.seconds for _, stats in runs), default=1.0) or 1.0
@@ -95,7 +96,7 @@ def time_spent(duel: Duel, width: int = 40) -> Iterator[list[tuple[str, Style]]]
         line = [(f"  {name:<11}", TARGET)]
         phases = (stats.verify_seconds, stats.draft_seconds, stats.select_seconds + stats.other_seconds)
         for (mark, style), seconds in zip(PHASES.values(), phases, strict=True):
-            line.append((mark * round(width * seconds / longest), style))
+            line.append((mark * round(_WIDTH * seconds / longest), style))
         figures = f" {stats.seconds:.2f} s, {stats.num_target_passes} passes of the target\n"
         yield [*line, (figures, TARGET)]
     legend = [(f"{mark} {phase}  ", style) for phase, (mark, style) in PHASES.items()]
