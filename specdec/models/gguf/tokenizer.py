@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from enum import IntEnum
 from typing import Any
 
@@ -26,8 +26,6 @@ class _Type(IntEnum):
     UNKNOWN = 2
     CONTROL = 3
     USER_DEFINED = 4
-    UNUSED = 5
-    BYTE = 6
 
 
 class Vocabulary:
@@ -206,14 +204,9 @@ def _around(reader: GgufReader, vocabulary: Vocabulary) -> Any:
     last = _edge_token(reader, "eos", kind in _LAST, special.eos)
     texts = {number: vocabulary.texts[number] for number in (*first, *last)}
     parts = [*(f"{texts[number]}:0" for number in first), "$A:0", *(f"{texts[number]}:0" for number in last)]
-    return _template(parts, texts)
-
-
-def _template(parts: Sequence[str], texts: Mapping[int, str]) -> Any:
     pair = [*parts, *(part.replace(":0", ":1").replace("$A", "$B") for part in parts)]
-    return processors.TemplateProcessing(
-        single=list(parts), pair=pair, special_tokens=[(text, number) for number, text in texts.items()]
-    )
+    specials = [(text, number) for number, text in texts.items()]
+    return processors.TemplateProcessing(single=parts, pair=pair, special_tokens=specials)
 
 
 def _edge_token(reader: GgufReader, name: str, default: bool, number: int | None, forced: bool = False) -> list[int]:
