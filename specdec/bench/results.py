@@ -150,11 +150,7 @@ def _sameness(store: Store, group: Group, samples: Sequence[Sample]) -> Results:
     compared = sum(len(s.tokens) for s in samples) if is_compared else 0
     keys = {s.key for s in samples}
     excuses = [_excuse(store, m) for m in store.mismatches if m.key in keys]
-    return {
-        "compared": compared,
-        "identical": compared - len(excuses),
-        "forgiven": len(excuses) - excuses.count(None),
-    }
+    return {"compared": compared, "identical": compared - len(excuses), "forgiven": len(excuses) - excuses.count(None)}
 
 
 def _excuse(store: Store, mismatch: Mismatch) -> str | None:

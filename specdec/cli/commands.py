@@ -22,13 +22,7 @@ from specdec.cli.compile import compile_
 from specdec.cli.doctor import doctor
 from specdec.cli.pack import pack_
 from specdec.cli.pair import demo, zoo
-from specdec.cli.request import (
-    load_with_spinner,
-    read_prediction,
-    read_prompt,
-    read_request,
-    with_images,
-)
+from specdec.cli.request import load_with_spinner, read_prediction, read_prompt, read_request, with_images
 from specdec.cli.serve import serve
 from specdec.cli.show import Printer, print_texts, report, show_stats
 from specdec.cli.summarize import summarize
@@ -205,19 +199,6 @@ def generate(
     return OK
 
 
-for command in (
-    generate,
-    chat_.chat,
-    demo,
-    doctor,
-    bench,
-    serve,
-    batch,
-    summarize,
-    transcribe,
-    compile_,
-    pack_,
-    zoo,
-):
+for command in (generate, chat_.chat, demo, doctor, bench, serve, batch, summarize, transcribe, compile_, pack_, zoo):
     name = command.__name__.rstrip("_")
     app.command(name, epilog=f"\b\nExample: {EXAMPLES[name]}")(command)  # \b: not wrapped

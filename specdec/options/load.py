@@ -28,8 +28,7 @@ FOREIGN = {
     "load_in_4bit": "pass `quantization='nf4'`",
     "tp_plan": "`device_map='auto'` places whole layers on several devices",
     **dict.fromkeys(
-        ("attn_implementation", "cache_dir", "force_download", "quantization_config", "subfolder", "token"),
-        _BY_HAND,
+        ("attn_implementation", "cache_dir", "force_download", "quantization_config", "subfolder", "token"), _BY_HAND
     ),
 }
 

@@ -310,9 +310,7 @@ def _check_beams(options: Options, settings: Mapping[str, Any]) -> None:
         raise OptionError(f"`sampling`={settings['sampling']!r} draws one token at a time: with beams leave it out")
     if (branches := settings.get("num_assistant_branches")) is not None and branches < beams:
         raise OptionError.of(
-            "num_assistant_branches",
-            f"at least `num_beams`={beams}, as every beam must be drafted",
-            branches,
+            "num_assistant_branches", f"at least `num_beams`={beams}, as every beam must be drafted", branches
         )
 
 

@@ -16,12 +16,4 @@ from specdec.models.gguf.reader import GgufReader, floats
 from specdec.models.gguf.tensors import tensor_map
 from specdec.models.gguf.weights import converted, empty_model, read_model
 
-__all__ = [
-    "GgufReader",
-    "converted",
-    "empty_model",
-    "floats",
-    "read_config",
-    "read_model",
-    "tensor_map",
-]
+__all__ = ["GgufReader", "converted", "empty_model", "floats", "read_config", "read_model", "tensor_map"]

@@ -39,14 +39,7 @@ from specdec.models.loading.gguf import GgufFile, gguf_path
 from specdec.models.loading.kept_weights import KeptWeights
 from specdec.models.loading.lighten import hearing, lightened
 from specdec.models.loading.packed_folder import is_packed_folder, read_packed, save_packed
-from specdec.models.loading.placement import (
-    POLICIES,
-    device_map,
-    dispatch,
-    offload_folder,
-    read_ahead,
-    to_devices,
-)
+from specdec.models.loading.placement import POLICIES, device_map, dispatch, offload_folder, read_ahead, to_devices
 from specdec.models.loading.quantizers import Quantizer, settle_four_bits
 from specdec.models.loading.stored_integers import StoredIntegers, refuse_rounding, stored_quantizer
 from specdec.models.loading.weight_files import find
@@ -59,10 +52,7 @@ _WHOLE = {"device_map", "offload"}  # options of loading that place the whole mo
 
 
 def load_model(
-    source: str | PathLike[str] | PreTrainedModel | LanguageModel,
-    how: Loading | None = None,
-    *,
-    name: str = "model",
+    source: str | PathLike[str] | PreTrainedModel | LanguageModel, how: Loading | None = None, *, name: str = "model"
 ) -> LanguageModel:
     """Loads the model at a hub name, path, GGUF file or `zoo:NAME` as `how` says; wraps a given model.
 
