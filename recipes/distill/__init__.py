@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 out,
                 prompts=prompts,
                 notify=notify,
-                is_stopped=lambda: interrupt.asked,
+                is_stopped=lambda: interrupt.is_set,
                 **options,
             )
     except SpecdecError as error:
@@ -60,5 +60,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print("agreement by position   " + " ".join(f"{share:.0%}" for share in card["agreement"]))
     print(f"acceptance length       {card['acceptance_length']:.2f} expected")
     print(f"to measure it           {join(['specdec', 'bench', target, '--draft', str(out)])}")
-    if interrupt.asked:
+    if interrupt.is_set:
         raise SystemExit(f"the draft in {out} is usable, run the same command to train it further")

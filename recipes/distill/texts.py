@@ -19,7 +19,7 @@ from recipes.distill.student import STEPS
 from specdec import SpecGenerator
 from specdec.errors import OptionError, SpecdecError
 from specdec.generator.inputs.pictures import chat_ids, has_template
-from specdec.options.kept_lines import whole_lines
+from specdec.options.line_files import whole_lines
 
 _WINDOW = 512  # tokens, at most
 _LEAST = 64  # tokens of text, and of a held-out prompt

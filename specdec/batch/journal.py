@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from specdec.errors import EngineError, OptionError
-from specdec.options.kept_lines import whole_lines
+from specdec.options.line_files import whole_lines
 
 
 class Journal:

@@ -15,7 +15,7 @@ from specdec.generator.generation import Generation
 from specdec.generator.generator import SpecGenerator
 from specdec.generator.tokenizers import ids_of
 from specdec.options.fields import plain
-from specdec.options.generate import listed
+from specdec.options.generate import to_list
 from specdec.pipelines import Summarizer, Transcriber
 from specdec.pipelines.summaries.summarize import TASK
 
@@ -89,7 +89,7 @@ class GenerateTask(Task):
     def answer(self, fields: Fields, seed: int) -> tuple[dict[str, Any], Stats]:
         ids = read_field(fields, self._spec.input, str, list)
         if isinstance(ids, str):
-            begin = listed(self._generator.target.model.generation_config.bos_token_id)[:1]
+            begin = to_list(self._generator.target.model.generation_config.bos_token_id)[:1]
             ids = ids_of(self._generator.tokenizer, ids, verbose=False) or begin
         return answered(self._generator.generate([ids], **row_options(self._spec, fields, seed)), len(ids))
 

@@ -1,9 +1,9 @@
 """The benchmark: drafts, modes and schedules measured in turn with plain decoding, and compared with it.
 
-| file | what it holds |
+| file | content |
 | --- | --- |
 | `suite.py`, `parts.py` | the matrix: targets, drafts, modes, strategies, temperatures, schedules, prompts, batches |
-| `imports.py` | modules of the caller's own, which register drafts |
+| `imports.py` | modules of the caller, which register drafts |
 | `prompts.py`, `texts.jsonl` | the package's prompt sets, and files in the formats of Spec-Bench, HumanEval and GSM8K |
 | `runner.py` | measures plain and assisted decoding in turn; resumes a killed run |
 | `systems.py` | generators by target and draft, and one measured call |

@@ -24,7 +24,7 @@ class Speedup(NamedTuple):
 
     @property
     def state(self) -> str:
-        """`faster`, `slower` or `same`: on which side of 1 the interval lies; `unknown` without one."""
+        """`faster`, `slower` or `same`: on which side of 1 the interval lies; `unknown` without an interval."""
         if self.low is None or self.high is None:
             return "unknown"
         return "faster" if self.low > 1 else "slower" if self.high < 1 else "same"
@@ -60,31 +60,31 @@ def requests(samples: Sequence[Sample]) -> dict[int, BatchTiming]:
 
 def per_token(samples: Sequence[Sample]) -> float:
     """Seconds per new token over all requests; infinite without any."""
-    found = requests(samples).values()
-    tokens = sum(r.tokens for r in found)
-    return sum(r.seconds for r in found) / tokens if tokens else float("inf")
+    timings = requests(samples).values()
+    tokens = sum(t.tokens for t in timings)
+    return sum(t.seconds for t in timings) / tokens if tokens else float("inf")
 
 
-def speedup(plain: Sequence[Sample], other: Sequence[Sample]) -> Speedup | None:
-    """The speedup of `other` on the requests that both systems have; None without any.
+def speedup(plain: Sequence[Sample], assisted: Sequence[Sample]) -> Speedup | None:
+    """The speedup of `assisted` on the requests that both systems have; None if they share none.
 
     The interval is a percentile bootstrap over requests (Efron and Tibshirani 1993, chapter 13), paired and seeded.
     """
-    mine, theirs = requests(plain), requests(other)
-    both = [(*mine[batch], *theirs[batch]) for batch in sorted(mine.keys() & theirs.keys())]
-    if not both:
+    first, second = requests(plain), requests(assisted)
+    pairs = [(*first[batch], *second[batch]) for batch in sorted(first.keys() & second.keys())]
+    if not pairs:
         return None
-    columns = np.array(both, dtype=float).T
+    columns = np.array(pairs, dtype=float).T
     value = float(_ratio(*columns))
-    if len(both) < 2:
+    if len(pairs) < 2:
         return Speedup(value)
-    picks = np.random.default_rng(0).integers(len(both), size=(RESAMPLES, len(both)))
+    picks = np.random.default_rng(0).integers(len(pairs), size=(RESAMPLES, len(pairs)))
     low, high = np.percentile(_ratio(*columns[:, picks]), [50 - 50 * CONFIDENCE, 50 + 50 * CONFIDENCE])
     return Speedup(value, float(low), float(high))
 
 
 def _ratio(seconds: np.ndarray, tokens: np.ndarray, other_seconds: np.ndarray, other_tokens: np.ndarray) -> np.ndarray:
-    """Seconds per token of the first system over the second's."""
+    """Seconds per token of the first system over the second's `[...]`, from their requests `[..., requests]`."""
     plain = seconds.sum(-1) / tokens.sum(-1)
     result: np.ndarray = plain / (other_seconds.sum(-1) / other_tokens.sum(-1))
     return result

@@ -1,4 +1,4 @@
-"""Modules of the caller's own, which add drafts, schedules or strategies to the registries before a suite is read."""
+"""Modules of the caller, which add drafts, schedules or strategies to the registries before a suite is read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from specdec.proposers import DRAFTS
 
 
 def import_modules(names: Sequence[str]) -> None:
-    """Imports modules, also those in the working folder; raises OptionError for one that cannot be imported."""
+    """Imports modules, also from the working folder; raises OptionError for a module that cannot be imported."""
     if names and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     for name in names:
@@ -26,16 +26,16 @@ def import_modules(names: Sequence[str]) -> None:
         try:
             import_module(name)
         except Exception as error:
-            missing = isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}.")
-            failed = f"its own code failed at {line_of(error)}"
-            advice = "run the command in its folder, or install it" if missing else failed
+            is_absent = isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}.")
+            failure = f"its own code failed at {line_of(error)}"
+            advice = "run the command in its folder, or install it" if is_absent else failure
             raise OptionError(
                 f"`imports` (--import): module {name!r} cannot be imported ({type(error).__name__}: {error}): {advice}"
             ) from error
 
 
 def line_of(error: BaseException) -> str:
-    """The file and line where it was raised, or that cannot be read."""
+    """The file and line where an error was raised, or of the syntax that cannot be read."""
     if isinstance(error, SyntaxError):
         return f"{error.filename}:{error.lineno}"
     frame = traceback.extract_tb(error.__traceback__)[-1]
@@ -43,17 +43,17 @@ def line_of(error: BaseException) -> str:
 
 
 def digests(names: Sequence[str]) -> dict[str, str]:
-    """Digests of code, by module: of each imported module, and of those of registered drafts, schedules and strategies.
+    """Digests of the code of imported modules, and of modules that define drafts, schedules or strategies, by name.
 
     A module in a package has its package's digest. Other code makes other samples.
     """
     kinds = [*DRAFTS.values(), *SCHEDULES.values(), *strategies.STRATEGIES] if names else []
     modules = {name.partition(".")[0] for name in [*names, *(kind.__module__ for kind in kinds)]}
-    found = {name: hashlib.sha256() for name in sorted(modules - {"specdec"})}
-    for name, digest in found.items():
+    hashes = {name: hashlib.sha256() for name in sorted(modules - {"specdec"})}
+    for name, digest in hashes.items():
         for file in _files(name):
             digest.update(file.read_bytes())
-    return {name: digest.hexdigest() for name, digest in found.items()}
+    return {name: digest.hexdigest() for name, digest in hashes.items()}
 
 
 def _files(name: str) -> Iterator[Path]:

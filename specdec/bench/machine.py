@@ -18,7 +18,7 @@ from specdec.options.versions import commit, versions
 
 # Parts of processor flags that decide the speed of matrix products.
 _FLAGS = ("avx", "amx", "vnni", "bf16", "fp16", "fma", "f16c", "neon", "asimd", "sve", "i8mm")
-_ENOUGH = 0.8  # of a core; one busy neighbour on two cores leaves 0.6 to 0.75, a quiet machine 0.98
+_FULL_SHARE = 0.8  # of a core: one busy neighbour on two cores leaves 0.6 to 0.75, a quiet machine 0.98
 FEWER_THREADS = "OMP_NUM_THREADS=1, or fewer threads than there are free cores, is faster meanwhile"
 
 
@@ -40,30 +40,30 @@ def provenance() -> dict[str, Any]:
     }
 
 
-def memory_bandwidth(size: int = 2**28, tries: int = 6) -> float:
-    """The best rate, in bytes per second, at which torch's threads read a buffer of `size` bytes."""
-    buffer = torch.ones(size // 4)
-    return size / kernels.best_seconds(buffer.sum, tries)
+def memory_bandwidth() -> float:
+    """The best rate, in bytes per second, at which torch's threads read a buffer of 256 MiB."""
+    buffer = torch.ones(2**26)
+    return buffer.nbytes / kernels.best_seconds(buffer.sum, 6)
 
 
-def core_share(seconds: float = 0.15, size: int = 2**25) -> float:
-    """The share of a core, up to 1, that each of torch's threads gets while they read a buffer of `size` bytes.
+def core_share() -> float:
+    """The share of a core, up to 1, that each of torch's threads gets while they read 32 MiB again and again.
 
     Threads that wait for each other spin, so the share falls only where they wait for cores.
     """
-    buffer = torch.ones(size // 4)
-    for _ in range(3):  # the first makes torch's helper threads
+    buffer = torch.ones(2**23)
+    for _ in range(3):  # the first sum makes torch's helper threads
         buffer.sum()
-    began, used = time.perf_counter(), time.process_time()
-    while (passed := time.perf_counter() - began) < seconds:
+    began, cpu_began = time.perf_counter(), time.process_time()
+    while (passed := time.perf_counter() - began) < 0.15:  # seconds
         buffer.sum()
-    return min((time.process_time() - used) / (passed * torch.get_num_threads()), 1.0)
+    return min((time.process_time() - cpu_began) / (passed * torch.get_num_threads()), 1.0)
 
 
 def waiting_threads() -> str | None:
     """A sentence if torch's threads wait for cores that other programs use, else None."""
     threads = torch.get_num_threads()
-    if threads == 1 or (share := core_share()) > _ENOUGH:
+    if threads == 1 or (share := core_share()) > _FULL_SHARE:
         return None
     return (
         f"torch's {threads} threads got {share:.0%} of the cores that they need, and passes wait for the last of them"
@@ -71,7 +71,7 @@ def waiting_threads() -> str | None:
 
 
 def _entry(file: str, *names: str) -> str:
-    """The first of these entries of a file of the kernel; empty without one."""
+    """The first of these entries in a file of the kernel; empty if there is none."""
     with suppress(OSError):
         for line in Path(file).read_text().splitlines():
             key, _, value = line.partition(":")
@@ -99,15 +99,13 @@ def peak_memory() -> int | None:
 
 @dataclass
 class Watch:
-    """Notices contention: `spins` are the seconds that a fixed piece of work took, `load` the machine's at the
-    start.
-    """
+    """Notices contention: `spins` are the seconds of a fixed piece of work, `load` is the machine's at the start."""
 
     spins: list[float] = field(default_factory=list)
     load: float = field(default_factory=lambda: os.getloadavg()[0])
 
     def look(self) -> None:
-        """A few milliseconds of pure Python on one core, timed."""
+        """Times a few milliseconds of pure Python on one core."""
         began = time.perf_counter()
         total = 0
         for i in range(40_000):
@@ -118,10 +116,10 @@ class Watch:
     def busy(self) -> bool:
         """Whether other programs slow this one down."""
         usual, best = statistics.median(self.spins), min(self.spins)
-        return self.load > 0.5 * (os.cpu_count() or 1) or usual > 1.3 * best or self._late > 0.1
+        return self.load > 0.5 * (os.cpu_count() or 1) or usual > 1.3 * best or self._late_share > 0.1
 
     @property
-    def _late(self) -> float:
+    def _late_share(self) -> float:
         """The share of tries that took more than twice the best time."""
         return sum(spin > 2 * min(self.spins) for spin in self.spins) / len(self.spins)
 
@@ -130,6 +128,6 @@ class Watch:
         pace = f"a fixed piece of work took {statistics.median(self.spins) / min(self.spins):.2f}x its best time"
         facts = f"load {self.load:.1f} on {os.cpu_count()} cores at the start, {pace}"
         if self.busy:
-            found = f"{facts} and more than twice that in {self._late:.0%} of all tries"
-            return f"busy machine: {found}. Other programs slowed this down: ratios are rough, and times mean little."
+            facts += f" and more than twice that in {self._late_share:.0%} of all tries"
+            return f"busy machine: {facts}. Other programs slowed this down: ratios are rough, and times mean little."
         return f"quiet machine: {facts}."

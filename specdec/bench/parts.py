@@ -13,7 +13,7 @@ Count = Annotated[int, Field(ge=1)]
 
 
 def as_list(value: Any) -> Any:
-    """A value as a list of it, a list as it is."""
+    """A list of the value; a list as it is."""
     return value if isinstance(value, list) else [value]
 
 
@@ -26,8 +26,8 @@ class SuitePart(BaseModel):
 class Mode(SuitePart):
     """How models are loaded: arguments of `SpecGenerator.from_pretrained` for the target, and a name.
 
-    A draft shares `dtype`, `device_map`, `backend` and `trust_remote_code`; `draft_options` are its own, and `memory`
-    that of words for drafts that copy.
+    A draft shares `dtype`, `device_map`, `backend` and `trust_remote_code`; `draft_options` hold for it alone, and
+    `memory` for words of drafts that copy.
     """
 
     name: str = ""
@@ -100,7 +100,7 @@ class Drafting(SuitePart):
 
 
 class Target(SuitePart):
-    """A target with drafts of its own."""
+    """A target and its drafts."""
 
     target: str
     drafts: list[str]

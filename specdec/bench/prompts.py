@@ -28,6 +28,7 @@ _SKIPPED_FOLDERS = {
     *("site-packages", "dist-packages", "test", "tests"),
 }
 _HELD_OUT_PERCENT = 5
+_CHARACTERS = 480
 
 
 @dataclass(frozen=True)
@@ -45,35 +46,35 @@ def pick_prompts(source: str, count: int) -> list[PromptText]:
     file with one prompt per paragraph. Raises OptionError where nothing can be read.
     """
     if source in SETS:
-        found = SETS[source](count)
-        if not found:
+        prompts = SETS[source](count)
+        if not prompts:
             raise OptionError(f"prompt set {source!r} comes from the standard library, whose sources are not installed")
-        return found
+        return prompts
     path = Path(source)
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        known = f"{', '.join(SETS)} or a readable file in UTF-8"
-        raise OptionError.of("prompts", known, source, str(error)) from None
+        expected = f"{', '.join(SETS)} or a readable file in UTF-8"
+        raise OptionError.of("prompts", expected, source, str(error)) from None
     if path.suffix == ".jsonl":
         prompts = list(_json_lines(path, text))
     else:
         prompts = [PromptText(block.strip("\n"), path.stem) for block in text.split("\n\n") if block.strip()]
-    found = list(spread(prompts, count))
-    if not found:
+    prompts = list(spread(prompts, count))
+    if not prompts:
         raise OptionError.of("prompts", "a file with prompts in it", source)
-    return found
+    return prompts
 
 
 def spread(prompts: Sequence[PromptText], count: int) -> Iterator[PromptText]:
-    """The first `count`, taking one of each category in turn."""
+    """The first `count` prompts, one of each category in turn."""
     rounds = chain.from_iterable(zip_longest(*_by_category(prompts)))
     return islice((prompt for prompt in rounds if prompt is not None), count)
 
 
 def batches(prompts: Sequence[PromptText], size: int) -> list[list[PromptText]]:
-    """Batches of one category each; the last of a category may be smaller."""
-    return [own[i : i + size] for own in _by_category(prompts) for i in range(0, len(own), size)]
+    """Batches of one category each; the last batch of a category may be smaller."""
+    return [group[i : i + size] for group in _by_category(prompts) for i in range(0, len(group), size)]
 
 
 def _by_category(prompts: Sequence[PromptText]) -> Iterable[list[PromptText]]:
@@ -103,8 +104,8 @@ def _text_of(entry: Any) -> str | None:
     if not isinstance(entry, Mapping):
         return None
     turns = entry.get("turns")
-    found = turns[0] if isinstance(turns, list) and turns else next((entry[n] for n in _FIELDS if n in entry), None)
-    return found if isinstance(found, str) and found else None
+    text = turns[0] if isinstance(turns, list) and turns else next((entry[n] for n in _FIELDS if n in entry), None)
+    return text if isinstance(text, str) and text else None
 
 
 def _code(count: int) -> list[PromptText]:
@@ -113,7 +114,7 @@ def _code(count: int) -> list[PromptText]:
 
 
 def _copy(count: int) -> list[PromptText]:
-    """The same followed by its beginning, so that the prompt contains most of the continuation."""
+    """Held-out code followed by its beginning, so that the prompt contains most of the continuation."""
     texts = held_out_prompts(count)
     return [PromptText("\n\n".join((text, text[: text.find("\n", len(text) // 8) + 1])), "copy") for text in texts]
 
@@ -146,15 +147,15 @@ def source_files(*, held_out: bool) -> Iterator[tuple[str, str]]:
             yield relative.as_posix(), text
 
 
-def held_out_prompts(count: int, *, characters: int = 480) -> list[str]:
-    """At most `count` prompts of about `characters`: held-out code from a top-level `def` or `class` to a line end."""
+def held_out_prompts(count: int) -> list[str]:
+    """At most `count` prompts: held-out code of about 480 characters from a `def` or `class` to a line end."""
     prompts: list[str] = []
     for _, text in source_files(held_out=True):
-        starts = [found.start() + 1 for found in re.finditer(r"\n(def|class) ", text)]
-        starts = [start for start in starts if len(text) - start > 2 * characters]
+        starts = [match.start() + 1 for match in re.finditer(r"\n(def|class) ", text)]
+        starts = [start for start in starts if len(text) - start > 2 * _CHARACTERS]
         if starts:
             start = starts[len(starts) // 2]
-            prompts.append(text[start : text.find("\n", start + characters) + 1])
+            prompts.append(text[start : text.find("\n", start + _CHARACTERS) + 1])
         if len(prompts) == count:
             break
     return prompts

@@ -19,7 +19,7 @@ from specdec.core.stats import Stats, total
 
 Results = dict[str, Any]
 _MIB = 2**20
-_LEARNED = 2  # times the first repeat's acceptance length, from which on a draft must have seen the answers
+_LEARNED = 2  # a draft whose acceptance length grows to so many times the first repeat's has seen the answers
 
 
 def results(store: Store) -> Results:
@@ -28,7 +28,7 @@ def results(store: Store) -> Results:
     groups = [_group(store, group) for group in suite.groups()]
     spins = [sample.spin for sample in store.samples.values()]
     load = max(run.provenance["load"] for run in store.runs)
-    found: Results = {
+    content: Results = {
         "name": suite.name,
         "fingerprint": store.fingerprint,
         "groups": groups,
@@ -38,21 +38,21 @@ def results(store: Store) -> Results:
         "runs": [run.provenance for run in store.runs],
         "suite": suite.model_dump(mode="json", exclude_none=True),
     }
-    return {**found, "summary": summary(found)}
+    return {**content, "summary": summary(content)}
 
 
-def save(found: Results, folder: Path) -> Path:
+def save(content: Results, folder: Path) -> Path:
     """Writes `results.json` into the folder; returns its path."""
     path = folder / "results.json"
-    path.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     return path
 
 
-def exit_state(found: Results) -> str:
+def exit_state(content: Results) -> str:
     """`mismatch` where a text differs without an excuse, else `failed` or `ok`."""
-    if any(m["excuse"] is None for m in found["mismatches"]):
+    if any(m["excuse"] is None for m in content["mismatches"]):
         return "mismatch"
-    return "failed" if found["failures"] else "ok"
+    return "failed" if content["failures"] else "ok"
 
 
 def _group(store: Store, group: Group) -> Results:
@@ -80,7 +80,7 @@ def _system(store: Store, group: Group, cell: Cell | None, plain: list[Sample]) 
     faster = speedup(plain, samples) if cell is not None else None
     memory = [s.memory for s in samples if s.memory is not None]
     return {
-        "name": _shown(cell, stats),
+        "name": _system_name(cell, stats),
         "draft": None if cell is None else cell.draft,
         "schedule": None if cell is None else cell.drafting.options,
         "requests": len(requests(samples)),
@@ -109,8 +109,8 @@ def _system(store: Store, group: Group, cell: Cell | None, plain: list[Sample]) 
     }
 
 
-def _shown(cell: Cell | None, stats: Stats) -> str:
-    """The label of a cell; of a large model that copies besides, with the word for that."""
+def _system_name(cell: Cell | None, stats: Stats) -> str:
+    """The label of a cell, after the word of a draft that a large model copies with besides."""
     copies, plus, _ = stats.settings.get("draft_kind", "").partition("+")
     return f"{copies}+{cell.label}" if cell is not None and plus and cell.name.word is None else name_of(cell)
 
@@ -137,12 +137,11 @@ def _split(samples: Sequence[Sample], stats: Stats) -> dict[str, float]:
 
 
 def _categories(plain: Sequence[Sample], samples: Sequence[Sample]) -> dict[str, float]:
-    found = {}
+    speedups = {}
     for category in dict.fromkeys(s.category for s in samples):
-        own = [[s for s in side if s.category == category] for side in (plain, samples)]
-        if faster := speedup(*own):
-            found[category] = faster.value
-    return found
+        if ratio := speedup(*([s for s in side if s.category == category] for side in (plain, samples))):
+            speedups[category] = ratio.value
+    return speedups
 
 
 def _sameness(store: Store, group: Group, samples: Sequence[Sample]) -> Results:
@@ -151,11 +150,7 @@ def _sameness(store: Store, group: Group, samples: Sequence[Sample]) -> Results:
     compared = sum(len(s.tokens) for s in samples) if is_compared else 0
     keys = {s.key for s in samples}
     excuses = [_excuse(store, m) for m in store.mismatches if m.key in keys]
-    return {
-        "compared": compared,
-        "identical": compared - len(excuses),
-        "forgiven": len(excuses) - excuses.count(None),
-    }
+    return {"compared": compared, "identical": compared - len(excuses), "forgiven": len(excuses) - excuses.count(None)}
 
 
 def _excuse(store: Store, mismatch: Mismatch) -> str | None:
@@ -166,13 +161,13 @@ def _excuse(store: Store, mismatch: Mismatch) -> str | None:
     return "near-tie" if mismatch.gap is not None and mismatch.gap <= near_tie and near_tie > 0 else None
 
 
-def summary(found: Results) -> list[str]:
+def summary(content: Results) -> list[str]:
     """The outcome in sentences."""
-    cells = [(g, s) for g in found["groups"] for s in g["systems"] if s["speedup"]]
+    cells = [(g, s) for g in content["groups"] for s in g["systems"] if s["speedup"]]
     sentences = _speed(cells)
     compared, identical = (sum(s[name] for _, s in cells) for name in ("compared", "identical"))
     if compared:
-        excuses = [m["excuse"] for m in found["mismatches"]]
+        excuses = [m["excuse"] for m in content["mismatches"]]
         ties, rows, wrong = (excuses.count(excuse) for excuse in ("near-tie", "row-dependent", None))
         texts, verb = _counted(compared, "assisted text"), "is" if identical == 1 else "are"
         words = [
@@ -182,7 +177,7 @@ def summary(found: Results) -> list[str]:
             *([f"{wrong} DIFFER"] if wrong else []),
         ]
         sentences.append(f"{'; '.join(words)}.")
-    if any(not group["comparable"] for group in found["groups"]):
+    if any(not group["comparable"] for group in content["groups"]):
         sentences.append(
             "Texts of rejection and block sampling follow the target's distribution alone: they are not compared."
         )
@@ -194,13 +189,13 @@ def summary(found: Results) -> list[str]:
                 f"{system['name']} ({group['label']}): acceptance length {lengths} by repeat. The draft remembers the "
                 "answers: measure it with `repeats: 1` and `warm_up: 0`."
             )
-    if found["failures"]:
-        sentences.append(f"{_counted(len(found['failures']), 'setting')} could not be measured.")
+    if content["failures"]:
+        sentences.append(f"{_counted(len(content['failures']), 'setting')} could not be measured.")
     return sentences
 
 
-def _counted(count: int, what: str) -> str:
-    return f"{count} {what}{'' if count == 1 else 's'}"
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 _STATES = {
@@ -212,7 +207,7 @@ _STATES = {
 
 
 def _speed(cells: Sequence[tuple[Results, Results]]) -> list[str]:
-    """How many systems of groups are faster, the best of those, and the median."""
+    """How many systems are faster, the best of them, and the median."""
     if len(cells) < 2:
         return list(starmap(_outcome, cells))
     states = [s["speedup"]["state"] for _, s in cells]

@@ -1,4 +1,4 @@
-"""Runs a suite: plain and assisted decoding in turn, texts compared, every sample kept as soon as it exists."""
+"""Runs a suite: plain and assisted decoding in turn, texts compared, every sample saved as soon as it exists."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ class GroupRun:
         return all(key in self.store.samples for key in self._keys()) and not any(self._unexplained())
 
     def run(self, systems: Systems, watch: Watch) -> None:
-        """Measures and compares what is missing."""
-        every = [None, *self.group.cells]
-        alive = [cell for cell in every if self._attempt(cell, partial(self._warm_up, systems, cell))]
+        """Measures the samples that are missing, and compares their texts."""
+        cells = [None, *self.group.cells]
+        alive = [cell for cell in cells if self._attempt(cell, partial(self._warm_up, systems, cell))]
         if None not in alive or (self.group.cells and alive == [None]):
             return  # nothing to compare
         for turn in range(len(self.batches) * self.store.suite.repeats):
@@ -71,7 +71,7 @@ class GroupRun:
         return True
 
     def _warm_up(self, systems: Systems, cell: Cell | None) -> None:
-        """Short calls; the first loads the draft."""
+        """Makes short calls, of which the first loads the draft."""
         self.report(f"warming up: {name_of(cell)}")
         generator = systems.generator(self.group.label, cell)
         for _ in range(self.store.suite.warm_up):
@@ -83,18 +83,18 @@ class GroupRun:
             return
         self.report(f"{self.group.label}: {name_of(cell)}")
         prompts = self.batches[batch]
-        if batch == 0:  # a draft that remembers would know the answers of the repeat before
+        if batch == 0:  # a draft that remembers would have the answers of the last repeat
             systems.reopen(self.group.label, cell)
         generator = systems.generator(self.group.label, cell)
         watch.look()
-        out, measured = measure(generator, self._call(cell, prompts))
+        out, fields = measure(generator, self._call(cell, prompts))
         assert out.stats is not None
         sample = Sample(
             **vars(key),
             category=prompts[0].category,
             tokens=out.new_tokens(),
             stats=replace(out.stats, per_row=()),
-            **measured,
+            **fields,
             spin=watch.spins[-1],
         )
         self.store.add(sample)
@@ -110,20 +110,20 @@ class GroupRun:
 
     def _compare(self, systems: Systems) -> None:
         """Records the mismatches of each text that should equal plain decoding's and does not."""
-        for key, found in self._unexplained():
+        for key, row_differences in self._unexplained():
             out = systems.plain.generate(**self._call(None, self.batches[key.batch]), output_logits=True)
-            for one in found:
-                self.store.add(Mismatch(**vars(key), **one._asdict(), gap=_gap(out, one)))
+            for difference in row_differences:
+                self.store.add(Mismatch(**vars(key), **difference._asdict(), gap=_gap(out, difference)))
 
     def _unexplained(self) -> Iterator[tuple[Key, list[Difference]]]:
         """Samples that should have plain decoding's text, with the differences from it that are not recorded yet."""
         recorded = {mismatch.key for mismatch in self.store.mismatches}
         for key in self._keys() if self.group.strategy.comparable else ():
-            plain, other = (self.store.samples.get(one) for one in (replace(key, system=PLAIN), key))
-            if plain is None or other is None or key in recorded:
+            plain, assisted = self.store.samples.get(replace(key, system=PLAIN)), self.store.samples.get(key)
+            if plain is None or assisted is None or key in recorded:
                 continue
-            if found := list(differences(plain.tokens, other.tokens)):
-                yield key, found
+            if row_differences := list(differences(plain.tokens, assisted.tokens)):
+                yield key, row_differences
 
     def _keys(self) -> Iterator[Key]:
         for cell in (None, *self.group.cells):
@@ -145,7 +145,7 @@ def name_of(cell: Cell | None) -> str:
 
 
 def in_words(error: BaseException) -> str:
-    """An error in one line; one that specdec does not raise on purpose with its place."""
+    """An error in one line, with its place in the code unless specdec raised it on purpose."""
     place = "" if isinstance(error, SpecdecError) else f" ({line_of(error)})"
     return f"{type(error).__name__}: {' '.join(str(error).split())}{place}"
 
@@ -153,12 +153,12 @@ def in_words(error: BaseException) -> str:
 def run(suite: Suite, folder: Path, notify: Notify = lambda done, total, doing: None) -> Store:
     """Measures what `folder/samples.jsonl` lacks; calls `notify(done, total, doing)` before every step.
 
-    A system that fails is noted and the others go on. Raises, before anything is loaded, OptionError for names
-    that are nowhere, prompts that cannot be read, and where the folder belongs to another configuration.
+    A system that fails is noted and the other systems go on. Raises, before anything is loaded, OptionError for names
+    without a model, prompts that cannot be read, and where the folder belongs to another configuration.
     """
     check_names(suite)
     prompts = [pick_prompts(p.source, p.count) for p in suite.prompts]
-    texts = [[prompt.text for prompt in found] for found in prompts]
+    texts = [[prompt.text for prompt in prompt_set] for prompt_set in prompts]
     place = {**versions(), "threads": torch.get_num_threads(), "imports": digests(suite.imports)}
     store, groups = Store(folder, suite, fingerprint(suite, texts, place)), list[GroupRun]()
 
@@ -166,13 +166,13 @@ def run(suite: Suite, folder: Path, notify: Notify = lambda done, total, doing: 
         notify(len(store.samples), sum(group.size for group in groups), doing)
 
     for group in suite.groups():
-        of_group = batches(prompts[suite.prompts.index(group.prompts)], group.batch)
-        groups.append(GroupRun(group, of_group, store, report))
+        prompt_set = prompts[suite.prompts.index(group.prompts)]
+        groups.append(GroupRun(group, batches(prompt_set, group.batch), store, report))
     if unfinished := [group for group in groups if not group.is_finished()]:
         store.add(Run(provenance()))
         watch = Watch()
-        for _, some in groupby(unfinished, key=lambda g: (g.group.target, g.group.mode.label)):
-            _measure(list(some), watch)
+        for _, same_mode in groupby(unfinished, key=lambda g: (g.group.target, g.group.mode.label)):
+            _measure(list(same_mode), watch)
     return store
 
 
@@ -197,7 +197,7 @@ def _check_draft(name: str, how: Loading) -> None:
 
 
 def _measure(groups: Sequence[GroupRun], watch: Watch) -> None:
-    """All groups of one target and mode."""
+    """Measures groups of one target and mode."""
     target, mode = groups[0].group.target, groups[0].group.mode
     groups[0].report(f"loading {target}, {mode.label}")
     try:

@@ -15,7 +15,7 @@ from specdec.bench.suite import Suite
 from specdec.core.stats import Stats
 from specdec.errors import OptionError, SpecdecError
 from specdec.options import bundled_models
-from specdec.options.kept_lines import whole_lines
+from specdec.options.line_files import whole_lines
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Key:
 
     @property
     def key(self) -> Key:
-        """The call that a record is of."""
+        """The call of this record."""
         return Key(self.group, self.system, self.batch, self.repeat)
 
 
@@ -58,7 +58,7 @@ class Sample(Key):
 
 
 class Difference(NamedTuple):
-    """The first new position at which two rows differ, and the token of each there; None past its end."""
+    """The first new position at which two rows differ, and the rows' tokens there; None past a row's end."""
 
     row: int
     position: int
@@ -68,8 +68,8 @@ class Difference(NamedTuple):
 
 def differences(plain: Sequence[Sequence[int]], other: Sequence[Sequence[int]]) -> Iterator[Difference]:
     """One difference for each row of new ids that differs."""
-    for row, (mine, theirs) in enumerate(zip(plain, other, strict=True)):
-        for position, (a, b) in enumerate(zip_longest(mine, theirs)):
+    for row, tokens in enumerate(zip(plain, other, strict=True)):
+        for position, (a, b) in enumerate(zip_longest(*tokens)):
             if a != b:
                 yield Difference(row, position, a, b)
                 break
@@ -112,7 +112,7 @@ _ANEW = "choose another --out, or pass --restart to begin anew"
 
 
 class Store:
-    """The records of a suite; reads those in the folder, and appends a line for each new one but for `failures`.
+    """The records of a suite: reads the folder's records, and appends a line for each new record but `failures`.
 
     Raises OptionError for a folder that cannot be written to, or whose samples belong to another configuration.
     """
@@ -128,20 +128,20 @@ class Store:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with self._file.open("ab") as file:
-                whole = [json.loads(line) for line in whole_lines(file)]
-            if not whole:
+                records = [json.loads(line) for line in whole_lines(file)]
+            if not records:
                 self._append(first)
         except OSError as error:
             raise OptionError.of("out", "a folder that can be written to", str(folder), str(error)) from None
         except ValueError as error:
             raise OptionError(f"{self._file} is damaged, or no record of a benchmark ({error}): {_ANEW}") from None
-        if whole and whole[0] != first:
+        if records and records[0] != first:
             raise OptionError(f"{self._file} belongs to another configuration, other models or other versions: {_ANEW}")
-        for line in whole[1:]:
-            kind = _KINDS[line.pop("kind")]
-            if "stats" in line:
-                line["stats"] = Stats(**line["stats"])
-            self._keep(kind(**line))
+        for fields in records[1:]:
+            kind = _KINDS[fields.pop("kind")]
+            if "stats" in fields:
+                fields["stats"] = Stats(**fields["stats"])
+            self._keep(kind(**fields))
 
     def add(self, record: Record) -> None:
         """Adds a record, in memory and on disk."""
@@ -150,8 +150,8 @@ class Store:
 
     def of(self, group: str, system: str) -> list[Sample]:
         """The samples of one system, by batch and repetition."""
-        found = [s for s in self.samples.values() if (s.group, s.system) == (group, system)]
-        return sorted(found, key=lambda s: (s.batch, s.repeat))
+        samples = [s for s in self.samples.values() if (s.group, s.system) == (group, system)]
+        return sorted(samples, key=lambda s: (s.batch, s.repeat))
 
     def _keep(self, record: Record) -> None:
         match record:
@@ -172,11 +172,11 @@ def fingerprint(suite: Suite, prompts: Sequence[Any], place: Mapping[str, Any]) 
     names, models = {(group.target, "target") for group in suite.groups()}, {}
     names |= {(cell.name.model or "", "draft") for group in suite.groups() for cell in group.cells}
     for name, role in names:
-        with suppress(SpecdecError):  # of an unknown pair
+        with suppress(SpecdecError):  # an unknown pair has no files
             folder = Path(bundled_models.locate(name, role))
             if name and folder.is_dir():
                 files = [(f.name, f.stat()) for f in sorted(folder.iterdir()) if f.is_file()]
                 models[str(folder)] = [(file, stat.st_size, stat.st_mtime_ns) for file, stat in files]
     parts = [suite.model_dump(mode="json"), prompts, place, models, list(Sample.__dataclass_fields__)]
-    whole = json.dumps(parts, sort_keys=True, default=str)
-    return hashlib.sha256(whole.encode()).hexdigest()[:16]
+    text = json.dumps(parts, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

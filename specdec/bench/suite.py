@@ -62,7 +62,7 @@ class Cell:
 
     @property
     def name(self) -> DraftName:
-        """What the draft's spelling names."""
+        """The parts of the draft's spelling."""
         return read_draft(self.draft, "drafts", DRAFTS)
 
 
@@ -91,19 +91,19 @@ def _named(key: str) -> BeforeValidator:
 
 def _spread(schedules: Any) -> Any:
     """One entry per length of a schedule."""
-    found: list[Any] = []
+    entries: list[Any] = []
     for entry in as_list(schedules):
         lengths = entry.get("num_assistant_tokens") if isinstance(entry, Mapping) else None
-        found += [{**entry, "num_assistant_tokens": k} for k in lengths] if isinstance(lengths, list) else [entry]
-    return found
+        entries += [{**entry, "num_assistant_tokens": k} for k in lengths] if isinstance(lengths, list) else [entry]
+    return entries
 
 
 class Suite(BaseModel):
     """A benchmark; every list is one side of the matrix.
 
-    `imports` are modules that register drafts, schedules or strategies of the caller's own, imported before the rest is
-    read. `options` go to every call of `generate`. A text may differ from plain decoding's where the target's two best
-    logits are at most `near_tie` apart.
+    `imports` are modules of the caller that register drafts, schedules or strategies, imported before the other keys
+    are read. `options` go to every call of `generate`. A text may differ from plain decoding's where the target's two
+    best logits are at most `near_tie` apart.
     """
 
     model_config = SuitePart.model_config
@@ -130,21 +130,21 @@ class Suite(BaseModel):
     near_tie: Annotated[float, Field(ge=0)] = 0.0
 
     def groups(self) -> list[Group]:
-        """The groups, those of one target and mode in a row."""
-        found = []
+        """The groups; groups of one target and mode stand in a row."""
+        groups = []
         for target in self.targets:
             name = target.target if isinstance(target, Target) else target
             default = self.drafts or [name if name.startswith("zoo:") else COPYING[0]]
             drafts = target.drafts if isinstance(target, Target) else default
             cells = tuple(Cell(draft, drafting) for draft in drafts if draft != "none" for drafting in self.schedules)
-            found += [
+            groups += [
                 Group(name, mode, strategy, prompts, batch, cells if strategy.drafts else ())
                 for mode in self.modes
                 for strategy in self._strategies()
                 for prompts in self.prompts
                 for batch in self.batches
             ]
-        return found
+        return groups
 
     def call(self, strategy: StrategyOptions, cell: Cell | None = None) -> dict[str, Any]:
         """The options of one call of `generate`."""
@@ -164,8 +164,8 @@ class Suite(BaseModel):
                     f"strategy {name!r} sets its own `temperature`, and so do `temperatures`: pass one of them"
                 )
             for temperature in self.temperatures:
-                drawn = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
-                yield StrategyOptions(name, {**options, **drawn}, temperature, drafts)
+                draws = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+                yield StrategyOptions(name, {**options, **draws}, temperature, drafts)
 
 
 def _strategy(entry: str | Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -179,25 +179,25 @@ def _strategy(entry: str | Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     return str(label), options
 
 
-def read_suite(given: Mapping[str, Any]) -> Suite:
-    """The suite with these keys; raises OptionError for unknown ones, wrong values, contradictions and repetitions."""
-    if isinstance(imports := given.get("imports"), str | list):
+def read_suite(config: Mapping[str, Any]) -> Suite:
+    """The suite of a config; raises OptionError for unknown keys, wrong values, contradictions and repetitions."""
+    if isinstance(imports := config.get("imports"), str | list):
         import_modules([name for name in as_list(imports) if isinstance(name, str)])
     try:
-        suite = Suite(**given)
+        suite = Suite(**config)
     except ValidationError as error:
-        # the deepest: of the types that an entry may have, the nearest
+        # An entry may have several types: the deepest error is about the nearest of them.
         first = max(error.errors(), key=lambda e: len(e["loc"]))
-        kinds = ("str", "int", "Target", "Mode")  # that pydantic puts between keys
-        where = ".".join(str(part) for part in first["loc"] if part not in kinds and "[" not in str(part))
+        kinds = ("str", "int", "Target", "Mode")  # pydantic puts these between keys
+        key = ".".join(str(part) for part in first["loc"] if part not in kinds and "[" not in str(part))
         if first["type"] == "extra_forbidden":
-            raise OptionError(f"`{where}` is not a key of a benchmark") from None
+            raise OptionError(f"`{key}` is not a key of a benchmark") from None
         if first["type"] == "missing":
-            raise OptionError(f"a benchmark needs `{where}`: add it") from None
-        if isinstance(own := first.get("ctx", {}).get("error"), OptionError):
-            raise OptionError(f"`{where}`: {own}") from None
+            raise OptionError(f"a benchmark needs `{key}`: add it") from None
+        if isinstance(cause := first.get("ctx", {}).get("error"), OptionError):
+            raise OptionError(f"`{key}`: {cause}") from None
         must = re.sub(r"^\w+ should ", "", first["msg"])
-        raise OptionError(f"`{where}` must {must}, got {first['input']!r}") from None
+        raise OptionError(f"`{key}` must {must}, got {first['input']!r}") from None
     groups = suite.groups()
     for group in groups:
         for cell in group.cells or (None,):

@@ -37,7 +37,7 @@ class Systems:
         self._cells: dict[tuple[str, Cell], SpecGenerator] = {}
 
     def generator(self, group: str, cell: Cell | None) -> SpecGenerator:
-        """The generator of a cell, None is the plain one; raises what loading a draft raises."""
+        """The generator of a cell, the plain generator for None; raises what loading a draft raises."""
         if cell is None:
             return self.plain
         key = (group, cell)
@@ -46,15 +46,15 @@ class Systems:
         return self._cells[key]
 
     def reopen(self, group: str, cell: Cell | None) -> None:
-        """Opens a registered draft of the caller's own anew, so that it has not seen the requests before.
+        """Opens a draft that the caller registered anew, so that it has seen no requests; a memory forgets them.
 
-        A memory forgets them. Its schedule keeps what it learned. A draft with models stays as it is.
+        The draft's schedule keeps what it learned. A draft with models stays as it is.
         """
         generator = self.generator(group, cell)
         if generator.memory is not None:
             generator.memory.forget()
-        draft, is_own = generator.draft, type(generator.draft).__module__.partition(".")[0] != "specdec"
-        if cell is not None and draft is not None and is_own and cell.name.model is None:
+        is_callers = type(generator.draft).__module__.partition(".")[0] != "specdec"
+        if cell is not None and generator.draft is not None and is_callers and cell.name.model is None:
             generator._scheduled.draft = Drafts(self.plain.target).make(cell.draft, self.plain.tokenizer)
 
     def _assisted(self, cell: Cell) -> SpecGenerator:
@@ -80,7 +80,7 @@ class Systems:
 
 
 def measure(generator: SpecGenerator, call: Mapping[str, Any]) -> tuple[Generation, dict[str, Any]]:
-    """Runs one call as a stream; what came of it, and the fields of a `Sample` that the clock and memory tell."""
+    """Runs one call as a stream; returns its output, and the fields of a `Sample` about time and memory."""
     arrivals: dict[int, list[tuple[float, int]]] = {}
     reset_peak_memory()
     began = clock()
@@ -101,8 +101,8 @@ def measure(generator: SpecGenerator, call: Mapping[str, Any]) -> tuple[Generati
 def token_gaps(arrivals: Sequence[tuple[float, int]]) -> list[float]:
     """Seconds between the tokens of one row, from the (time, count) of its events.
 
-    Tokens of one event share the time since the event before. The first event counts only where it is the only one, as
-    that of a search.
+    Tokens of one event share the time since the last event. The first event counts only where it is the only one, as in
+    a search.
     """
     if len(arrivals) == 1:
         (time, count), *_ = arrivals

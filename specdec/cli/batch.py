@@ -65,21 +65,21 @@ def batch(
     with loading("", quiet=True), Interrupt() as interrupt, Bar() as notify:
         from specdec.batch import Source, run_batch
 
-        def tell(done: Progress) -> None:
+        def report(done: Progress) -> None:
             pace = f"{done.done}/{done.total} rows, {rates(done)}" if done.seconds else f"loading {request.target}"
             notify(done.done, done.total, pace)
 
         rows = Source.of(source)
         spec = make_spec(request, rows, ctx.params)
         try:
-            how: dict[str, Any] = {"at_once": at_once, "overwrite": overwrite, "tell": tell}
-            done = run_batch(rows, out, spec, **how, stop=lambda: interrupt.asked)
+            how: dict[str, Any] = {"at_once": at_once, "overwrite": overwrite, "tell": report}
+            done = run_batch(rows, out, spec, **how, stop=lambda: interrupt.is_set)
         except KeyboardInterrupt:  # the second Ctrl-C: rows under way are lost
             say("ended at once: run the same command to resume")
             os._exit(INTERRUPTED)
     earlier = f", {done.before} before" if done.before else ""
-    made = f"{done.done - done.before} rows in {duration(done.seconds)} ({rates(done)})"
-    remark(f"{made}{earlier}, {done.failed} failed")
+    answers = f"{done.done - done.before} rows in {duration(done.seconds)} ({rates(done)})"
+    remark(f"{answers}{earlier}, {done.failed} failed")
     for number, reason in done.failures:
         say(f"error: row {number + 1}: {reason}", "red")
     if (more := done.failed - len(done.failures)) > 0:
@@ -109,10 +109,10 @@ def make_spec(request: CommandRequest, rows: Source, params: Mapping[str, Any]) 
     task = params["task"] or "generate"
     if {"custom_id", "body"} <= next(rows.read("text")).fields.keys():
         if params["task"] is not None:
-            raise OptionError(f"{rows.path} has requests in OpenAI's form, which have their own: leave out --task")
+            raise OptionError(f"{rows.path} has requests in OpenAI's form, which name their task: leave out --task")
         if params["field"] is not None:
-            raise OptionError(f"{rows.path} is an OpenAI batch file, which has its own fields: leave out --field")
-        why = f"is for prompts, and {rows.path} has requests in OpenAI's form, which have their own: leave it out"
+            raise OptionError(f"{rows.path} is an OpenAI batch file, which names its fields: leave out --field")
+        why = f"is for prompts, and {rows.path} has requests in OpenAI's form, which set it: leave it out"
         refuse_idle(params, ["max_new_tokens", "sample"], why)
         task = "openai"
     options = dict(request.options)

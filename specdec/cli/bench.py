@@ -70,7 +70,7 @@ def bench(
 ) -> int:
     """Compare drafts with plain decoding, in speed and in text.
 
-    After Ctrl-C or a kill, the same command resumes. Exit code 3: a text differs from that of plain decoding, and
+    After Ctrl-C or a kill, the same command resumes. Exit code 3: a text differs from plain decoding's, and
     neither --near-tie nor a row-dependent target excuses it.
     """
     keys = suite_keys(ctx.params)
@@ -84,24 +84,24 @@ def bench(
             (folder / "samples.jsonl").unlink(missing_ok=True)
     try:
         with Bar() as notify:
-            found = results(run(suite, folder, notify))
+            content = results(run(suite, folder, notify))
     except KeyboardInterrupt:
         without = " without --restart" if restart else ""
         say(f"run the same command{without} to resume; the samples so far are in {folder}")
         raise
-    write(Console(), "".join(f"{line}\n" for line in lines(found)))
-    say(f"all figures: {save(found, folder)}")
-    report_errors(found)
-    return {"mismatch": MISMATCH, "failed": FAILED}.get(exit_state(found), OK)
+    write(Console(), "".join(f"{line}\n" for line in lines(content)))
+    say(f"all figures: {save(content, folder)}")
+    report_errors(content)
+    return {"mismatch": MISMATCH, "failed": FAILED}.get(exit_state(content), OK)
 
 
-def lines(found: Mapping[str, Any]) -> Iterator[str]:
+def lines(content: Mapping[str, Any]) -> Iterator[str]:
     """The outcome as lines: every system of every group, measured or not, then the summary."""
     from specdec.bench import backends
 
-    for group in found["groups"]:
+    for group in content["groups"]:
         yield group["label"]
-        failures = [failure for failure in found["failures"] if failure["group"] == group["label"]]
+        failures = [failure for failure in content["failures"] if failure["group"] == group["label"]]
         names = [system["name"] for system in group["systems"]] + [failure["system"] for failure in failures]
         width = max(map(len, names), default=0)
         wide = max((len(backends(system)) for system in group["systems"]), default=0)
@@ -110,19 +110,19 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
             words = f"  {speed['words']}" if speed else ""
             length = system["mean_acceptance_length"]
             words += f"  acceptance length {length:.2f}" if length is not None else ""
-            measured = f"{system['name']:<{width}}  {system['ms_per_token']:8.2f} ms per token"
-            yield f"  {measured}  {backends(system):<{wide}}{words}".rstrip()
+            figure = f"{system['name']:<{width}}  {system['ms_per_token']:8.2f} ms per token"
+            yield f"  {figure}  {backends(system):<{wide}}{words}".rstrip()
         for failure in failures:
             yield f"  {failure['system']:<{width}}  not measured: {failure['error']}"
-    yield from found["summary"]
-    yield found["contention"]
+    yield from content["summary"]
+    yield content["contention"]
 
 
-def report_errors(found: Mapping[str, Any]) -> None:
+def report_errors(content: Mapping[str, Any]) -> None:
     """Prints failures and the first mismatch without an excuse on stderr."""
-    for failure in found["failures"]:
+    for failure in content["failures"]:
         say(f"error: {failure['group']}, {failure['system']}: {failure['error']}", "red")
-    if wrong := [m for m in found["mismatches"] if m["excuse"] is None]:
+    if wrong := [m for m in content["mismatches"] if m["excuse"] is None]:
         m = wrong[0]
         gap = "" if m["gap"] is None else f"; the two best logits are {m['gap']:.4g} apart there"
         more = f" ({len(wrong) - 1} more)" if len(wrong) > 1 else ""
@@ -134,7 +134,7 @@ def report_errors(found: Mapping[str, Any]) -> None:
 
 
 def suite_keys(params: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of a suite: flags over those of the file of --config."""
+    """The keys of a suite: the flags', over the keys of the file of --config."""
     config, lengths = params["config"], params["num_draft_tokens"]
     file = {} if config is None else {"name": config.stem, **read_yaml(config)}
     keys = passed(params, KEYS)
@@ -148,8 +148,8 @@ def suite_keys(params: Mapping[str, Any]) -> dict[str, Any]:
     if params["count"] is not None:
         sets = keys.get("prompts", file.get("prompts", "code"))
         sets = sets if isinstance(sets, list) else [sets]
-        named = [{"source": one} if isinstance(one, str) else one for one in sets]
-        keys["prompts"] = [{**one, "count": params["count"]} for one in named]
+        entries = [{"source": entry} if isinstance(entry, str) else entry for entry in sets]
+        keys["prompts"] = [{**entry, "count": params["count"]} for entry in entries]
     merged = {**file, **keys}
     if not merged.get("targets"):
         raise OptionError("no target was named: pass TARGET, or a --config file with `targets`")

@@ -43,7 +43,7 @@ def chat(
 ) -> int:
     """Talk to a chat model; the draft's tokens are coloured. Ctrl-C stops an answer, Ctrl-D leaves.
 
-    /draft NAME changes the draft, /stats shows statistics, /reset forgets what was said, /help lists these,
+    /draft NAME changes the draft, /stats shows statistics, /reset forgets the conversation, /help lists the commands,
     /quit leaves.
     """
     request = read_request(ctx.params, new_tokens=NEW_TOKENS)
@@ -75,37 +75,37 @@ def check_template(request: CommandRequest) -> None:
         from specdec.generator.tokenizers import tokenizer_beside
 
         how, _ = Loading.split({name: value for name, value in request.loading.items() if name != "draft_options"})
-        found = (tokenizer_beside(request.target, sees=sees, **how.beside) for sees in (False, True))
-        if not any(getattr(one, "chat_template", None) for one in found):
+        tokenizers = (tokenizer_beside(request.target, sees=sees, **how.beside) for sees in (False, True))
+        if not any(getattr(tokenizer, "chat_template", None) for tokenizer in tokenizers):
             way_out = "name a chat model, or continue texts with specdec generate"
             raise OptionError(f"`TARGET` {request.target!r} has no chat template: {way_out}")
 
 
 class Conversation:
-    """What was said, and the generator and the options of the next answer."""
+    """The messages so far, and the generator and the options of the next answer."""
 
     def __init__(self, generator: SpecGenerator, options: dict[str, Any], system: str | None) -> None:
         self._generator, self._options = generator, options
         self._first = [] if system is None else [{"role": "system", "content": system}]
-        self.said = [*self._first]
+        self.messages = [*self._first]
         self._stats: Stats | None = None
 
     def turn(self, line: str) -> bool:
-        """Answers a message or obeys a command; False for the one that leaves."""
-        command, _, rest = line.partition(" ")
+        """Answers a message or obeys a command; False for the command that leaves."""
+        command, _, argument = line.partition(" ")
         match command:
             case "/quit":
                 return False
             case "/reset":
-                self.said = [*self._first]
+                self.messages = [*self._first]
             case "/help":
                 say(COMMANDS)
             case "/stats":
                 self.show_stats()
             case "/draft":
-                if not rest.strip():
+                if not argument.strip():
                     raise OptionError("/draft needs a name, as --draft has: suffix, a model, suffix+MODEL or none")
-                self._take(rest.strip())
+                self._change_draft(argument.strip())
             case str() if command.startswith("/"):
                 raise OptionError(f"{command} is none of the commands {COMMANDS}")
             case _ if line.strip():
@@ -117,24 +117,24 @@ class Conversation:
             return say("no answer was written yet")
         show_stats(self._stats)
 
-    def _take(self, draft: str) -> None:
-        """Loads the draft of the next answers; raises for one that cannot be used, which changes nothing."""
+    def _change_draft(self, draft: str) -> None:
+        """Loads the draft of the next answers; raises, and changes nothing, if the draft cannot be used."""
         read_draft(draft, "/draft")
-        kept = {name: value for name, value in self._options.items() if name not in DRAFT_OPTIONS}
-        options = {**kept, "assistant_model": draft}
+        options = {name: value for name, value in self._options.items() if name not in DRAFT_OPTIONS}
+        options["assistant_model"] = draft
         with loading(f"loading {draft}", downloads=not are_here(None, draft)):
             self._generator.submit(messages=[{"role": "user", "content": "-"}], **options)  # checked and not run
         self._options = options
 
     def _answer(self, message: str) -> None:
-        asked = [*self.said, {"role": "user", "content": message}]
+        messages = [*self.messages, {"role": "user", "content": message}]
         cut_before = self._generator.options(**self._options).cut_before
         printer = Printer(Console(), self._generator.tokenizer, show_draft=True, marks=False, cut_before=cut_before)
         with Interrupt() as interrupt:
             call = {**self._options, "stopping_criteria": [interrupt]}
-            out = printer.follow(self._generator.stream(messages=asked, **call))
+            out = printer.follow(self._generator.stream(messages=messages, **call))
         self._stats = out.stats
-        self.said = [*asked, {"role": "assistant", "content": (out.texts or [""])[0]}]
+        self.messages = [*messages, {"role": "assistant", "content": (out.texts or [""])[0]}]
 
 
 def _line(*, at_terminal: bool) -> str | None:

@@ -21,13 +21,7 @@ from specdec.cli.bench import bench
 from specdec.cli.doctor import doctor
 from specdec.cli.pack import pack_
 from specdec.cli.pair import demo, zoo
-from specdec.cli.request import (
-    load_with_spinner,
-    read_prediction,
-    read_prompt,
-    read_request,
-    with_images,
-)
+from specdec.cli.request import load_with_spinner, read_prediction, read_prompt, read_request, with_images
 from specdec.cli.serve import serve
 from specdec.cli.show import Printer, print_texts, report, show_stats
 from specdec.cli.summarize import summarize
@@ -73,7 +67,7 @@ def run_command(arguments: Sequence[str]) -> int:
         try:
             code = app(list(arguments), prog_name="specdec", standalone_mode=False)
             sys.stdout.flush()
-            if code == INTERRUPTED:  # of the parser or of a command after Ctrl-C
+            if code == INTERRUPTED:  # the parser, or a command after Ctrl-C, returned it
                 say("interrupted")
             return code if isinstance(code, int) else OK
         except SystemExit as leaving:
@@ -87,9 +81,9 @@ def run_command(arguments: Sequence[str]) -> int:
         except Exception as error:
             if debug:
                 traceback.print_exc()
-            by_parser = getattr(error, "format_message", None)
-            message = str(error) if by_parser is None else by_parser().replace("Value error, ", "")  # pydantic's
-            if by_parser is not None or isinstance(error, OptionError):
+            parsers = getattr(error, "format_message", None)  # errors of the parser have it
+            message = str(error) if parsers is None else parsers().replace("Value error, ", "")  # pydantic's
+            if parsers is not None or isinstance(error, OptionError):
                 return fail(f"error: {message}", USAGE)
             if not isinstance(error, SpecdecError):
                 message = f"{type(error).__name__}: {message} (--debug shows where)"
@@ -97,12 +91,12 @@ def run_command(arguments: Sequence[str]) -> int:
 
 
 def _show_warning() -> Any:
-    shown: set[str] = set()  # options are checked before models are loaded and again by every call
+    lines: set[str] = set()  # options are checked before models are loaded and again by every call
 
     def show(message: Warning | str, *_: object, **__: object) -> None:
         line = "warning: " + in_flags(" ".join(str(message).split()))
-        if line not in shown:
-            shown.add(line)
+        if line not in lines:
+            lines.add(line)
             remark(line, "yellow")
 
     return show
@@ -119,7 +113,7 @@ def root(
         from specdec import __version__
         from specdec.options.versions import commit
 
-        print(f"specdec {__version__}{f' (commit {known})' if (known := commit()) else ''}")
+        print(f"specdec {__version__}{f' (commit {number})' if (number := commit()) else ''}")
     elif ctx.invoked_subcommand is None:
         print(ctx.get_help())
     else:
@@ -174,14 +168,14 @@ def generate(
     request = read_request(ctx.params)
     text = read_prompt(prompt)
     expected, request = read_prediction(prediction, request)
-    asked = with_images(text, image or [])
+    content = with_images(text, image or [])
     generator = load_with_spinner(request)
     live = stream and not json_ and request.options.get("num_return_sequences", 1) == 1
     with Interrupt() as interrupt:
         call: dict[str, Any] = {**request.options, "stopping_criteria": [interrupt], "prediction": expected}
         chat = chat or system is not None or bool(image)
         before = [] if system is None else [{"role": "system", "content": system}]
-        call |= {"messages": [*before, {"role": "user", "content": asked}]} if chat else {"prompt": text}
+        call |= {"messages": [*before, {"role": "user", "content": content}]} if chat else {"prompt": text}
         if live:
             cut_before = generator.options(**request.options).cut_before
             printer = Printer(Console(), generator.tokenizer, show_draft=show_draft, cut_before=cut_before)
@@ -190,13 +184,13 @@ def generate(
             out = generator.generate(**call)
     assert out.stats is not None
     if json_:
-        found = {"texts": out.texts, "token_ids": out.new_tokens(), "finish_reasons": list(out.stats.finish_reasons)}
-        report({**found, "interrupted": interrupt.asked}, request, out.stats)
+        fields = {"texts": out.texts, "token_ids": out.new_tokens(), "finish_reasons": list(out.stats.finish_reasons)}
+        report({**fields, "interrupted": interrupt.is_set}, request, out.stats)
     elif not live:
         print_texts(out.texts or [])
     if stats:
         show_stats(out.stats)
-    if interrupt.asked:
+    if interrupt.is_set:
         return INTERRUPTED
     is_silent = not any(text.strip() for text in out.texts or [])  # many chat models are, without their template
     if is_silent and not chat and getattr(generator.tokenizer, "chat_template", None):
@@ -204,18 +198,6 @@ def generate(
     return OK
 
 
-for command in (
-    generate,
-    chat_.chat,
-    demo,
-    doctor,
-    bench,
-    serve,
-    batch,
-    summarize,
-    transcribe,
-    pack_,
-    zoo,
-):
+for command in (generate, chat_.chat, demo, doctor, bench, serve, batch, summarize, transcribe, pack_, zoo):
     name = command.__name__.rstrip("_")
     app.command(name, epilog=f"\b\nExample: {EXAMPLES[name]}")(command)  # \b: not wrapped

@@ -22,9 +22,9 @@ Command = Callable[..., int | None]
 
 
 def one_of(words: Iterable[str]) -> Callable[[str], list[str]]:
-    """A shell completion: the `words` that begin with what was typed."""
-    known = [*words]
-    return lambda incomplete: [word for word in known if word.startswith(incomplete)]  # typer needs this name
+    """A shell completion: the `words` that begin with the text so far."""
+    choices = [*words]
+    return lambda incomplete: [word for word in choices if word.startswith(incomplete)]  # typer needs this name
 
 
 _PAIRS = [f"zoo:{name}" for name in bundled_models.NAMES]
@@ -43,24 +43,24 @@ def takes(*words: str) -> Callable[[Command], Command]:
     `ctx.params`. A command that takes "draft" takes the flags of loading it, too.
 
     In the help they stand between the command's positional and its keyword parameters, `--debug` behind all. The
-    command declares with their types alone those that it reads by name.
+    command declares, with their types alone, the flags that it reads by name.
     """
-    names = [one for name in " ".join(words).split() for one in (name, *(DRAFT_FLAGS if name == "draft" else ()))]
+    names = [flag for name in " ".join(words).split() for flag in (name, *(DRAFT_FLAGS if name == "draft" else ()))]
 
     def decorate(command: Command) -> Command:
-        own = inspect.signature(command, eval_str=True).parameters
+        parameters = inspect.signature(command, eval_str=True).parameters
         shared = [SHARED[name] for name in names]
 
         @wraps(command)
-        def called(**given: Any) -> int | None:
-            if given.get("quiet"):
+        def run(**params: Any) -> int | None:
+            if params.get("quiet"):
                 hush()
-            return command(**{name: given[name] for name in own})
+            return command(**{name: params[name] for name in parameters})
 
-        first = [one for one in own.values() if one.kind is not one.KEYWORD_ONLY]
-        last = [one for name, one in own.items() if one.kind is one.KEYWORD_ONLY and name not in names]
-        called.__signature__ = inspect.Signature([*first, *shared, *last, SHARED["debug"]])  # type: ignore[attr-defined]
-        return called
+        first = [p for p in parameters.values() if p.kind is not p.KEYWORD_ONLY]
+        last = [p for name, p in parameters.items() if p.kind is p.KEYWORD_ONLY and name not in names]
+        run.__signature__ = inspect.Signature([*first, *shared, *last, SHARED["debug"]])  # type: ignore[attr-defined]
+        return run
 
     return decorate
 
@@ -142,7 +142,7 @@ def _shared(
         help="File or folder of text that a draft that copies looks up, beside earlier requests; repeatable; on: "
         "earlier requests alone; off: neither.",
     ),
-    # all else
+    # other flags
     config: Path | None = Option(None, help="YAML file of target, draft, loading and options; flags win."),
     set_: list[str] | None = Option(
         None, "--set", metavar="KEY=VALUE", help="Any other option of generate; repeatable."

@@ -20,9 +20,10 @@ if TYPE_CHECKING:
     from specdec.bench.duel import Duel
     from specdec.bench.machine import Watch
 
+_WIDTH = 40  # characters of the longest bar
 HEADING = Style(bold=True)
 PHASES = {"target": ("█", Style(color="blue")), "draft": ("▒", ACCEPTED), "all else": ("░", PROMPT)}
-LOOKS = 20  # of `Watch`, a few milliseconds each
+LOOKS = 20  # times that `Watch` looks, a few milliseconds each
 
 
 @flags.takes("sample temperature quiet")
@@ -52,7 +53,7 @@ def demo(
             generator.generate(text, **{**options, "max_new_tokens": 1})
     for _ in range(LOOKS):
         watch.look()
-    reported = _report_busy(watch)  # now, since decoding may take minutes
+    is_reported = _report_busy(watch)  # now, since decoding may take minutes
     for heading, generator in (("the target alone", plain), ("the target and its draft", assisted)):
         write(out, f"── {heading} ──\n", HEADING)
         write(out, text, PROMPT)
@@ -71,19 +72,19 @@ def demo(
         for words, style in parts:
             write(out, words, style)
     write(out, f"\n{verdict(result)}\n")
-    if not reported:
+    if not is_reported:
         _report_busy(watch)
     return _compared(result, assisted.tokenizer)
 
 
 def _report_busy(watch: Watch) -> bool:
-    """Returns whether other programs slow the demo down, and prints it on stderr."""
+    """Prints on stderr that other programs slow the demo down; returns whether they do."""
     if watch.busy:
         remark(watch.verdict())
     return watch.busy
 
 
-def time_spent(duel: Duel, width: int = 40) -> Iterator[list[tuple[str, Style]]]:
+def time_spent(duel: Duel) -> Iterator[list[tuple[str, Style]]]:
     """Styled pieces of lines: a bar for plain and for assisted decoding, as long as they took, in phases."""
     runs = [(name, out.stats) for name, out in (("alone", duel.plain), ("with draft", duel.assisted)) if out.stats]
     longest = max((stats.seconds for _, stats in runs), default=1.0) or 1.0
@@ -92,7 +93,7 @@ def time_spent(duel: Duel, width: int = 40) -> Iterator[list[tuple[str, Style]]]
         line = [(f"  {name:<11}", TARGET)]
         phases = (stats.verify_seconds, stats.draft_seconds, stats.select_seconds + stats.other_seconds)
         for (mark, style), seconds in zip(PHASES.values(), phases, strict=True):
-            line.append((mark * round(width * seconds / longest), style))
+            line.append((mark * round(_WIDTH * seconds / longest), style))
         figures = f" {stats.seconds:.2f} s, {stats.num_target_passes} passes of the target\n"
         yield [*line, (figures, TARGET)]
     legend = [(f"{mark} {phase}  ", style) for phase, (mark, style) in PHASES.items()]
@@ -138,5 +139,5 @@ def zoo() -> None:
             size = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
             print(f"  {role:<24} {size / 1e6:.1f} MB  {folder}")
         for key, value in pair.card.items():
-            shown = f"{value:,}" if isinstance(value, int) else value if isinstance(value, str) else json.dumps(value)
-            print(f"  {key.replace('_', ' '):<24} {shown}")
+            text = f"{value:,}" if isinstance(value, int) else value if isinstance(value, str) else json.dumps(value)
+            print(f"  {key.replace('_', ' '):<24} {text}")

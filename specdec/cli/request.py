@@ -35,7 +35,7 @@ FLAGS = {
     **{"sample": "do_sample", "stop": "stop_strings"},
     **{name: name for name in (*_SAME, "response_format", "guided_regex", "guided_choice")},
 }
-# Options that name a draft, and so replace --draft.
+# Options that name a draft, so that they replace --draft.
 DRAFT_OPTIONS = ("prompt_lookup_num_tokens", "assistant_early_exit")
 CALL_ONLY = (*DRAFT_OPTIONS, "max_matching_ngram_size")
 NAMED = ("target", "draft")
@@ -60,10 +60,10 @@ def read_request(
     new_tokens: int | None = DEFAULT_NEW_TOKENS,
     seed: int | None = None,
 ) -> CommandRequest:
-    """The request of flags over the file of --config; raises OptionError for what contradicts or is unknown.
+    """The request of flags over the file of --config; raises OptionError for unknown options and contradictions.
 
-    `params` may lack flags. `named` is what the command calls its target, `new_tokens` the length limit and `seed`
-    that of sampling where nothing sets them; None leaves the former to the model and draws the latter.
+    `params` may lack flags. `named` is the command's word for its target. Where nothing sets them, `new_tokens` is the
+    length limit, which None leaves to the model, and `seed` the seed of sampling, which None draws.
     """
     file = read_config_file(params.get("config"))
     target = params.get("target") or file.get("target")
@@ -73,8 +73,8 @@ def read_request(
         raise OptionError("--show-draft colors text on the screen and --json prints none: leave one of them out")
     if params.get("show_draft") and not params.get("stream"):
         raise OptionError("--show-draft colors text as it is generated: leave out --no-stream")
-    loading, rest = read_loading(params, {n: v for n, v in file.items() if n not in NAMED})
-    options = read_options(params, rest, new_tokens, seed)
+    loading, file_options = read_loading(params, {n: v for n, v in file.items() if n not in NAMED})
+    options = read_options(params, file_options, new_tokens, seed)
     if params.get("show_draft") and options.get("num_return_sequences", 1) > 1:
         raise OptionError("--show-draft shows one text: leave out --num-return-sequences")
     locate(target, "target", named)  # first, as an error about a draft of the same name would mislead
@@ -85,13 +85,13 @@ def read_request(
 
 
 def read_config_file(path: Path | None) -> dict[str, Any]:
-    """The keys of a --config file; none without one."""
+    """The keys of a --config file; none without a file."""
     if path is None:
         return {}
     file = read_yaml(path)
-    known = {*NAMED, *GENERATOR, *Options.model_fields, *REFUSED, *IDLE, *CALL_ONLY}
-    known |= {"draft_options", "num_assistant_tokens_schedule"}
-    if unknown := [name for name in file if name not in known]:
+    names = {*NAMED, *GENERATOR, *Options.model_fields, *REFUSED, *IDLE, *CALL_ONLY}
+    names |= {"draft_options", "num_assistant_tokens_schedule"}
+    if unknown := [name for name in file if name not in names]:
         raise OptionError(f"{path} has unknown keys: {', '.join(unknown)}")
     for name in NAMED:
         if not isinstance(file.get(name, ""), str):
@@ -101,36 +101,36 @@ def read_config_file(path: Path | None) -> dict[str, Any]:
 
 def read_loading(params: Mapping[str, Any], file: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The arguments of `from_pretrained` from flags and file, and the file's other keys."""
-    own = {name: value for name, value in file.items() if name in (*GENERATOR, "draft_options")}
-    given = loading_flags(params)
-    if "max_memory" in given:
-        memory = [(text, *text.partition("=")) for text in given["max_memory"]]
+    file_loading = {name: value for name, value in file.items() if name in (*GENERATOR, "draft_options")}
+    flags = loading_flags(params)
+    if "max_memory" in flags:
+        memory = [(text, *text.partition("=")) for text in flags["max_memory"]]
         if wrong := [text for text, *parts in memory if not all(parts)]:
             raise OptionError.of("--max-memory", "DEVICE=SIZE such as cpu=2GiB", wrong[0])
-        given["max_memory"] = {int(name) if name.isdecimal() else name: size for _, name, _, size in memory}
-    loading = {name: value for name, value in {**own, **given}.items() if value is not None}
+        flags["max_memory"] = {int(name) if name.isdecimal() else name: size for _, name, _, size in memory}
+    loading = {name: value for name, value in {**file_loading, **flags}.items() if value is not None}
     how, _ = Loading.split({name: value for name, value in loading.items() if name != "draft_options"})
-    how.of_draft(of_file := own.get("draft_options"))
-    if draft := {**(of_file or {}), **given.get("draft_options", {})}:
+    how.of_draft(file_draft := file_loading.get("draft_options"))
+    if draft := {**(file_draft or {}), **flags.get("draft_options", {})}:
         loading["draft_options"] = draft
         how.of_draft(draft)
-    return loading, {name: value for name, value in file.items() if name not in own}
+    return loading, {name: value for name, value in file.items() if name not in file_loading}
 
 
 def passed(params: Mapping[str, Any], names: Iterable[str] = GENERATOR) -> dict[str, Any]:
-    """Those of the flags, by default those of a generator, that were given."""
+    """The values of the flags in `names`, by default a generator's, that the user passed."""
     values = {name: params.get(name) for name in names}
     return {name: value for name, value in values.items() if value not in (None, [], ())}
 
 
 def loading_flags(params: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of `from_pretrained` that flags gave, with `draft_options`."""
+    """The arguments of `from_pretrained` that flags set, with `draft_options`."""
     draft = {DRAFT_FLAGS[flag]: value for flag, value in passed(params, DRAFT_FLAGS).items()}
     return {**passed(params), **({"draft_options": draft} if draft else {})}
 
 
 def refuse_idle(params: Mapping[str, Any], names: Iterable[str], why: str) -> None:
-    """Raises OptionError where one of the flags was given, which have no effect: `why`."""
+    """Raises OptionError where the user passed one of these flags, which have no effect: `why`."""
     if idle := [*passed(params, names)]:
         raise OptionError(f"{_flag(idle[0])} {why}")
 
@@ -147,7 +147,7 @@ def read_options(
         raise OptionError(f"{_flag(drawing[0])} is for sampling and --greedy forbids it: leave one out")
     if drawing or is_greedy:
         flags["do_sample"] = not is_greedy
-    options = _over(file, {**flags, **read_assignments(params.get("set_") or [], flags)})
+    options = _merged(file, {**flags, **read_assignments(params.get("set_") or [], flags)})
     if new_tokens is not None and "max_new_tokens" not in options and "max_length" not in options:
         options["max_new_tokens"] = new_tokens
     try:
@@ -166,46 +166,46 @@ def read_options(
 
 
 def _response_format(file: str) -> dict[str, Any]:
-    """The field of a JSON file that holds it or a schema alone, or of the word json."""
+    """The field in a JSON file, which may hold a schema alone, or the field for the word json."""
     if file == "json":
         return {"type": "json_object"}
     try:
-        found = json.loads(read_text(file))
+        value = json.loads(read_text(file))
     except json.JSONDecodeError as error:
         raise OptionError.of("--response-format", "json or a file with a JSON schema", file, str(error)) from None
-    if not isinstance(found, dict) or found.get("type") in ("text", "json_object", "json_schema"):
-        return found  # the option's own check tells what is wrong
-    return {"type": "json_schema", "json_schema": {"schema": found}}
+    if not isinstance(value, dict) or value.get("type") in ("text", "json_object", "json_schema"):
+        return value  # the check of the option finds faults
+    return {"type": "json_schema", "json_schema": {"schema": value}}
 
 
 def _flag(parameter: str) -> str:
     return f"--{parameter.replace('_', '-')}"
 
 
-def _over(file: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """`given` over `file`: a given option also replaces its rivals of the file; null unsets."""
+def _merged(file: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
+    """`flags` over `file`: a flag also replaces its rivals in the file; null unsets."""
     rivals = [{"max_new_tokens", "max_length"}, {"schedule", "num_assistant_tokens_schedule"}, {*FORMS}]
-    gone = {name for pair in rivals if pair & given.keys() for name in pair}
-    if given.get("do_sample") is False:
-        gone |= {*DRAWING, "seed", "num_return_sequences"}
-    merged = {**{n: v for n, v in file.items() if n not in gone}, **given}
+    replaced = {name for group in rivals if group & flags.keys() for name in group}
+    if flags.get("do_sample") is False:
+        replaced |= {*DRAWING, "seed", "num_return_sequences"}
+    merged = {**{n: v for n, v in file.items() if n not in replaced}, **flags}
     return {name: value for name, value in merged.items() if value is not None}
 
 
 def read_assignments(settings: Sequence[str], flags: Mapping[str, Any]) -> dict[str, Any]:
     """The `KEY=VALUE` pairs of --set, with values in YAML; raises OptionError for an option that `flags` set, too."""
-    found = {}
+    options = {}
     for setting in settings:
         name, equals, value = setting.partition("=")
         if not name or not equals:
             raise OptionError.of("--set", "KEY=VALUE", setting)
         try:
-            found[name.strip().replace("-", "_")] = yaml.safe_load(value)
+            options[name.strip().replace("-", "_")] = yaml.safe_load(value)
         except yaml.YAMLError:
             raise OptionError.of("--set", "KEY=VALUE with a value in YAML", setting) from None
-    if both := sorted(flags.keys() & found.keys()):
+    if both := sorted(flags.keys() & options.keys()):
         raise OptionError(f"`{both[0]}` was set by its flag and by --set: pass one of them")
-    return found
+    return options
 
 
 def choose_draft(
@@ -232,7 +232,7 @@ def load_with_spinner(request: CommandRequest, **more: Any) -> SpecGenerator:
 
 
 def are_here(target: str | None, draft: str | None) -> bool:
-    """Whether neither model is downloaded: each is a path, of the package, or none."""
+    """Whether neither model is downloaded: each is a path, a model of the package, or none."""
     models = (target, None if draft is None else read_draft(draft).model)
     return all(model is None or model.startswith("zoo:") or Path(model).exists() for model in models)
 
@@ -253,7 +253,7 @@ def read_prompt(prompt: str | None) -> str:
 
 
 def with_images(text: str, files: Sequence[str]) -> Any:
-    """A message's content: the text, after the pictures in these files; raises OptionError for broken ones."""
+    """A message's content: the text, after the pictures in these files; raises OptionError for broken pictures."""
     if not files:
         return text
     from specdec.generator.inputs.pictures import open_picture
@@ -283,7 +283,7 @@ def read_prediction(file: str | None, request: CommandRequest) -> tuple[str | No
 
 
 def files_among(names: Sequence[str], endings: Sequence[str]) -> list[str]:
-    """The files, and for each folder those in it and its folders that have one of the endings, which it must hold."""
+    """The files, and for each folder the files below it with one of the endings; OptionError if it has none."""
     files: list[str] = []
     for name in names:
         if name == STDIN or not Path(name).is_dir():

@@ -21,7 +21,7 @@ from specdec.options.load import NAMES as LOADING
 from specdec.options.resolve import read_yaml
 
 NEEDS = ("fastapi", "uvicorn", "prometheus_client", "python_multipart", "llguidance")
-PAIRS = ("python-code", "python-summary", "speech")  # of --demo
+PAIRS = ("python-code", "python-summary", "speech")  # --demo serves these
 # Parameters that are keys of the settings, and of their limits.
 SERVER = ("host", "port", "api_key_file", "insecure", "hosts", "trusted_proxies", "stream_chunk", "log")
 LIMITS = ("running", "waiting", "per_key", "request_seconds", "drain_seconds")
@@ -72,10 +72,10 @@ def serve(
     log: str | None = Option(None, help="Format of the request log: text, json or none (text)."),
 ) -> int:
     """Serve models over an OpenAI-compatible HTTP API. Completions, chats, transcriptions, and a playground at /."""
-    if missing := [module for module in NEEDS if find_spec(module) is None]:
-        raise SpecdecError(f"a server needs {', '.join(missing)}: pip install -e '.[serve]'")
+    if modules := [module for module in NEEDS if find_spec(module) is None]:
+        raise SpecdecError(f"a server needs {', '.join(modules)}: pip install -e '.[serve]'")
     keys = settings_keys(ctx.params)
-    silent = keys.get("log") == "json"  # whose lines are all JSON
+    silent = keys.get("log") == "json"  # all lines are JSON then
     with loading("reading the settings", quiet=silent):
         from specdec.server import check_address, create_app, load_served, read_settings, start_log
         from specdec.server import serve as run
@@ -96,10 +96,9 @@ def serve(
 
 
 def settings_keys(params: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of the settings: flags over those of the file of --config."""
+    """The keys of the settings: the flags', over the keys of the file of --config."""
     keys = read_yaml(params["config"]) if params["config"] is not None else {}
-    named = [option for option, given in (("TARGET", params["target"]), ("--demo", params["demo"])) if given]
-    if len(named) + bool(keys.get("models")) != 1:
+    if bool(params["target"]) + bool(params["demo"]) + bool(keys.get("models")) != 1:
         raise OptionError("pass a TARGET, --demo, or a --config file with `models`, and only one of them")
     keys |= passed(params, SERVER)
     if limits := passed(params, LIMITS):
@@ -109,19 +108,10 @@ def settings_keys(params: Mapping[str, Any]) -> dict[str, Any]:
     elif params["target"]:
         keys["models"] = [model_keys(params)]
     if not params["target"]:
-        own = (
-            "name",
-            "draft",
-            "num_draft_tokens",
-            "schedule",
-            "context",
-            "kv_budget",
-            "prefix_cache",
-            "memory",
-            *LOADING,
-            *DRAFT_FLAGS,
+        names = ("name", "draft", "num_draft_tokens", "schedule", "context", "kv_budget", "prefix_cache", "memory")
+        refuse_idle(
+            params, (*names, *LOADING, *DRAFT_FLAGS), "configures TARGET: pass TARGET, or write it into the file"
         )
-        refuse_idle(params, own, "configures TARGET: pass TARGET, or write it into the file")
     return keys
 
 

@@ -47,7 +47,7 @@ def has_colours(out: Console) -> bool:
 class Printer:
     """Writes one row's text as it streams; `show_draft` distinguishes the draft's tokens from the target's.
 
-    `cut_before`: as the call's options have it. `marks`: the draft's tokens are marked where colours are missing.
+    `cut_before`: the strings of the call's options. `marks`: the draft's tokens are marked where colours are missing.
     """
 
     def __init__(
@@ -73,10 +73,10 @@ class Printer:
                     result: Generation = end.value
                     return result
                 if self._show_draft:
-                    drafted, own = event.token_ids[: event.accepted], event.token_ids[event.accepted :]
-                    self._write(self._pieces.push(drafted), accepted=True)
-                    self._write(self._pieces.push(own))
-                    accepted = not own
+                    drafts, targets = event.token_ids[: event.accepted], event.token_ids[event.accepted :]
+                    self._write(self._pieces.push(drafts), accepted=True)
+                    self._write(self._pieces.push(targets))
+                    accepted = not targets
                 else:
                     self._write(event.text)
 
@@ -92,23 +92,23 @@ def print_texts(texts: Sequence[str]) -> None:
 
 
 def print_text(text: str, heading: str | None) -> None:
-    """Prints a text and a line end, under its heading if given."""
+    """Prints a text and a line end, under its heading if there is one."""
     out = Console()
     if heading is not None:
         write(out, f"── {heading} ──\n", PROMPT)
     write(out, f"{text}\n")
 
 
-def report(found: Mapping[str, Any], request: CommandRequest, stats: Stats) -> None:
-    """Prints what was found as JSON, with statistics, the models, how they were loaded, and the options of decoding."""
+def report(result: Mapping[str, Any], request: CommandRequest, stats: Stats) -> None:
+    """Prints a result as JSON, with statistics, the models, how they were loaded, and the options of decoding."""
     names = {"target": request.target, "draft": request.draft}
     settings = {**names, **request.loading, "options": request.options, **stats.settings}
-    write_json({**found, "stats": stats_fields(stats), "settings": settings})
+    write_json({**result, "stats": stats_fields(stats), "settings": settings})
 
 
-def write_json(found: Mapping[str, Any]) -> None:
+def write_json(result: Mapping[str, Any]) -> None:
     """Prints one object, with the versions of the software."""
-    write(Console(), json.dumps({**found, "versions": versions()}, ensure_ascii=False) + "\n")
+    write(Console(), json.dumps({**result, "versions": versions()}, ensure_ascii=False) + "\n")
 
 
 def stats_fields(stats: Stats) -> dict[str, Any]:

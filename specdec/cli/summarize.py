@@ -74,10 +74,10 @@ def summarize(
     texts = bundled_models.functions() if demo else read_text_files(names)
     summarizer = make(request, template=template, chunk_tokens=chunk_tokens)
     options, code = {**request.options, "truncation": truncate}, OK if len(texts) >= len(names) else FAILED
-    found: list[Summaries] = []
+    results: list[Summaries] = []
     bar, all_names = Bar(), list(texts)
     seeds = batch_seeds(summarizer.generator.options(**request.options), len(texts)) or []
-    rows = len(seeds) // max(len(texts), 1)  # of each text
+    rows = len(seeds) // max(len(texts), 1)  # for each text
     try:
         for first in range(0, len(texts), batch_size):
             batch = all_names[first : first + batch_size]
@@ -85,24 +85,24 @@ def summarize(
                 bar(first, len(texts), f"summarizing {', '.join(batch)}")
                 if seeds:
                     options["seed"] = seeds[first * rows : (first + len(batch)) * rows]
-                made = summarizer.summarize([texts[name] for name in batch], batch_size=batch_size, **options)
-            found.append(made)
-            for name, summary in zip(batch, made.documents, strict=True):
+                summaries = summarizer.summarize([texts[name] for name in batch], batch_size=batch_size, **options)
+            results.append(summaries)
+            for name, summary in zip(batch, summaries.documents, strict=True):
                 for text in summary.texts if format == "text" else ():
                     print_text(text, name if len(texts) > 1 else None)
     except KeyboardInterrupt:
-        done = sum(len(made.documents) for made in found)
+        done = sum(len(summaries.documents) for summaries in results)
         say(f"{done} of {len(texts)} are done, leave these files out to resume")
         code = INTERRUPTED
-    if found:
-        conclude(request, texts, found, as_json=format == "json", stats=stats)
+    if results:
+        conclude(request, texts, results, as_json=format == "json", stats=stats)
     return code
 
 
 def read_text_files(names: Sequence[str]) -> dict[str, str]:
-    """The texts of files, by name, without those that are no text or empty, which are told.
+    """The texts of files, by name; files that are no text or empty are reported on stderr.
 
-    Raises OptionError where none is left, or a file was named twice.
+    Raises OptionError where no text is left, or a file was named twice.
     """
     texts: dict[str, str] = {}
     for name in names:
@@ -132,10 +132,11 @@ def make(request: CommandRequest, **how: Any) -> Summarizer:
 
 
 def conclude(
-    request: CommandRequest, texts: dict[str, str], found: Sequence[Summaries], *, as_json: bool, stats: bool
+    request: CommandRequest, texts: dict[str, str], results: Sequence[Summaries], *, as_json: bool, stats: bool
 ) -> None:
-    documents = [document for part in found for document in part.documents]
-    counts = total([part.stats for part in found])
+    """Prints the JSON report and the statistics where they are asked for."""
+    documents = [document for part in results for document in part.documents]
+    counts = total([part.stats for part in results])
     if as_json:
         rows = [
             {

@@ -18,9 +18,9 @@ from rich.console import Console
 from rich.table import Column
 from rich.text import Text
 
-# MISMATCH: an assisted text differs from the plain one. The last two are 128 + the number of the signal.
+# MISMATCH: an assisted text differs from the plain text. The last two are 128 + the number of the signal.
 OK, FAILED, USAGE, MISMATCH, INTERRUPTED, BROKEN_PIPE = 0, 1, 2, 3, 130, 141
-_SIGN = 10.0  # seconds from one line of progress to the next
+_SECONDS = 10.0  # from one line of progress to the next
 _STDERR = 2  # the file descriptor
 _OPTION = re.compile(r"`(\w+)=(?:True|'?(\w*)'?)`")
 
@@ -37,7 +37,7 @@ EXAMPLES = {
     "transcribe": "specdec transcribe --demo --format srt --output-dir subtitles",
     "zoo": "specdec zoo",
 }
-"""An example for the help of each command; all but that of `chat` work offline."""
+"""An example for the help of each command; all but the example of `chat` work offline."""
 
 
 def fail(message: str, code: int) -> int:
@@ -57,7 +57,7 @@ def say(message: str, style: str = "") -> None:
 
 
 def remark(message: str, style: str = "") -> None:
-    """`say` unless the command is to be quiet."""
+    """Prints a line on stderr unless the command is to be quiet."""
     if not is_quiet():
         say(message, style)
 
@@ -75,41 +75,40 @@ def hush() -> None:
 
 def duration(seconds: float) -> str:
     """Hours, minutes and seconds, as 1:02:03 or 2:03."""
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}" if minutes >= 60 else f"{minutes}:{rest:02}"
+    minutes, second = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{second:02}" if minutes >= 60 else f"{minutes}:{second:02}"
 
 
 class _Notes(logging.Handler):
-    """Prints the library's log as lines on stderr, each once; `held` keeps the lines while a text is printed."""
+    """Prints the library's log as lines on stderr, each once; `later` holds the lines while a text is printed."""
 
     quiet = False
-    held: list[str] | None = None
+    later: list[str] | None = None
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
-        self._shown: set[str] = set()
+        self._lines: set[str] = set()
 
     def emit(self, record: logging.LogRecord) -> None:
         line = f"note: {in_flags(record.getMessage())}"
-        if line in self._shown:
+        if line in self._lines:
             return
-        self._shown.add(line)
-        if _Notes.held is None:
+        self._lines.add(line)
+        if _Notes.later is None:
             remark(line, "dim")
         else:
-            _Notes.held.append(line)
+            _Notes.later.append(line)
 
 
 @contextmanager
 def notes_after() -> Iterator[None]:
     """Prints the notes of the context at its end, not in the middle of its text."""
-    held: list[str] = []
-    _Notes.held = held
+    _Notes.later = lines = list[str]()
     try:
         yield
     finally:
-        _Notes.held = None
-        for line in held:
+        _Notes.later = None
+        for line in lines:
             remark(line, "dim")
 
 
@@ -129,7 +128,7 @@ def notes() -> Iterator[None]:
 
 
 def abandon_stdout() -> None:
-    """Discards all further output, that of the exiting interpreter too: stdout has lost its reader."""
+    """Discards all further output, also the exiting interpreter's: stdout has lost its reader."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -149,25 +148,25 @@ def libraries_silenced() -> Iterator[None]:
 
 
 class _Tries(logging.Filter):
-    """Of the hub's tries, which log many lines, one line for the first that fails."""
+    """Prints one line for the first failure of the hub's tries, which log many lines."""
 
     def __init__(self, *, quiet: bool) -> None:
         super().__init__()
-        self._told = quiet
+        self._is_said = quiet
 
     def filter(self, record: logging.LogRecord) -> bool:
         message = record.getMessage()
         if "thrown while requesting" not in message and not message.startswith("Retrying in"):
             return True
-        if not self._told:
+        if not self._is_said:
             say("the hub does not answer: trying again for up to half a minute", "dim")
-        self._told = True
+        self._is_said = True
         return False
 
 
 @contextmanager
 def loading(message: str, *, quiet: bool = False, downloads: bool = False) -> Iterator[None]:
-    """A spinner on stderr, a bar while weights are loaded, the hub's own bars for downloads; none of them if quiet."""
+    """Shows progress on stderr: a spinner, a bar for loading, the hub's bars for downloads; nothing if quiet."""
     quiet = quiet or is_quiet()
     if quiet:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -200,8 +199,8 @@ def _weights(message: str, *, quiet: bool) -> Iterator[None]:
                 yield part
                 notify(number, total, message)
 
-        def follow(make: Callable[..., Any], given: tuple[Any, ...], named: dict[str, Any]) -> Any:
-            return make(counted(given[0]), *given[1:], **named) if given else make(**named)
+        def follow(make: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return make(counted(args[0]), *args[1:], **kwargs) if args else make(**kwargs)
 
         logging = _hush_transformers()
         before = logging.set_tqdm_hook(follow)
@@ -224,12 +223,12 @@ class _TimeLeft(progress.TimeRemainingColumn):
     """The time left; nothing without a total."""
 
     def render(self, task: progress.Task) -> Text:
-        found = super().render(task)
-        return found.append(" left") if found else found
+        text = super().render(task)
+        return text.append(" left") if text else text
 
 
 class Bar(progress.Progress):
-    """A bar on stderr with the time left, or without a terminal a line every `_SIGN` seconds; call it after each step.
+    """A bar on stderr with the time left; without a terminal a line every `_SECONDS`. Call it after each step.
 
     A new total is another part of the work, with its own pace; with `grows` it is more of the same work. The bar is
     there within the context, which may be entered again.
@@ -249,42 +248,42 @@ class Bar(progress.Progress):
         )
         self.disable = not self.console.is_terminal
         self.add_task(doing, total=None)
-        self._grows, self._said = grows, self.get_time()
+        self._grows, self._last_line = grows, self.get_time()
 
     def __call__(self, done: float, total: float, doing: str) -> None:
-        """`done` of `total` steps are done, and the next one is `doing`."""
+        """`done` of `total` steps are done, and the next step is `doing`."""
         [task] = self.tasks
         if task.total is None or done < task.completed or not (self._grows or total == task.total):
             self.reset(task.id, completed=-1)  # so that the pace is measured from here, at 0 steps too
         task.total, task.finished_time = total or None, None  # more of the work may have come
         self.update(task.id, completed=done, description=doing)
-        if self.console.is_terminal or self.console.quiet or not total or self.get_time() - self._said < _SIGN:
+        if self.console.is_terminal or self.console.quiet or not total or self.get_time() - self._last_line < _SECONDS:
             return
-        self._said, left = self.get_time(), task.time_remaining if done < total else None
-        say(f"{done / total:.0%}{'' if left is None else f', about {duration(left)} left'}: {doing}")
+        self._last_line, seconds = self.get_time(), task.time_remaining if done < total else None
+        say(f"{done / total:.0%}{'' if seconds is None else f', about {duration(seconds)} left'}: {doing}")
 
 
 class Interrupt:
-    """Ctrl-C within the context as a stopping criterion: the call ends with its next token; the second one raises
+    """Ctrl-C within the context as a stopping criterion: the call ends with its next token; a second Ctrl-C raises
     KeyboardInterrupt.
     """
 
     reason = "interrupted"
 
     def __init__(self) -> None:
-        self.asked = False
+        self.is_set = False
 
     def __enter__(self) -> Interrupt:
-        self._before = signal.signal(signal.SIGINT, self.ask)
+        self._before = signal.signal(signal.SIGINT, self.set)
         return self
 
     def __exit__(self, *_: object) -> None:
         signal.signal(signal.SIGINT, self._before)
 
     def __call__(self, input_ids: Any, scores: Any, **_: Any) -> bool:
-        return self.asked
+        return self.is_set
 
-    def ask(self, *_: object) -> None:
-        if self.asked:
+    def set(self, *_: object) -> None:
+        if self.is_set:
             raise KeyboardInterrupt
-        self.asked = True
+        self.is_set = True

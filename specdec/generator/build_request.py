@@ -32,9 +32,9 @@ from specdec.generator.inputs.prompts import Prompts, RowPrompt, pad_id
 from specdec.generator.tokenizers import decode
 from specdec.models import Encoding, LanguageModel
 from specdec.models.exactness import Exactness
-from specdec.options.generate import Options, listed
+from specdec.options.generate import Options, to_list
 
-_SERIAL = count()  # of calls
+_SERIAL = count()  # numbers of calls
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Extras:
 class ScheduledDraft:
     """A draft of one target, and its schedules that learn, by kind, `Options.family` and number of draft tokens.
 
-    What they learned is kept for the next program when the draft is no longer used, or by `keep`.
+    `keep` saves what they learned for the next program; so does the end of the draft's use.
     """
 
     target: LanguageModel
@@ -96,7 +96,7 @@ class ScheduledDraft:
         return () if self.draft is None else self.draft.models
 
     def pacing(self, options: Options, **how: Any) -> Pacing:
-        """The pacing of a request: its own, or its family's where the schedule learns; `how`: see `make_schedule`.
+        """The pacing of a request: a new one, or its family's where the schedule learns; `how`: see `make_schedule`.
 
         A new schedule of a family begins with what the family's last one has learned in the same backends, here or in
         an earlier program.
@@ -107,24 +107,24 @@ class ScheduledDraft:
         family = (options.family, *(model.backend for model in (self.target, *self.models)))
         key = (kind, family, options.num_assistant_tokens)
         with self._lock:
-            found, last = self._pacings.get(key), self._last.get(family)
+            pacing, last = self._pacings.get(key), self._last.get(family)
             file = kept_costs.place(self.target, self.draft, options.family) if last is None else last[0]
-            if found is None or not found.users:
+            if pacing is None or not pacing.users:
                 odds = kept_costs.odds_of(self.draft)
                 learned = kept_costs.read_costs(file, odds) if last is None else last[1].schedule
                 schedule = make_schedule(options, learned=learned, **how)
-                found = self._pacings.setdefault(key, Pacing(schedule))
-                found.schedule = schedule
-            self._last[family] = file, found
-        return found
+                pacing = self._pacings.setdefault(key, Pacing(schedule))
+                pacing.schedule = schedule
+            self._last[family] = file, pacing
+        return pacing
 
 
 @dataclass
 class Call:
     """A checked call, and the `request` that the engine runs for it, with its sequences `seqs`.
 
-    `pacing`: its schedule. `exactness` is the target's. `shares_prefixes`: its sequences share what they read of a text
-    with one another, and `across_calls` also with other calls.
+    `pacing`: its schedule. `exactness` is the target's. `shares_prefixes`: its sequences share the beginnings of texts
+    that they read with one another, and `across_calls` also with other calls.
     """
 
     target: LanguageModel
@@ -142,15 +142,14 @@ class Call:
 
     def __post_init__(self) -> None:
         target, prompts, extras, draft = self.target, self.prompts, self.extras, self.draft
-        drafted, own = draft is not None, extras.stopping_criteria
-        # As in transformers, a criterion of the caller's replaces the built-in one of its kind.
-        kinds = {type(one) for one in own}
+        # As in transformers, a criterion of the caller replaces the built-in criterion of its kind.
+        kinds = {type(criterion) for criterion in extras.stopping_criteria}
         if MaxLengthCriteria in kinds:
-            length = min(one.max_length for one in own if type(one) is MaxLengthCriteria)
+            length = min(c.max_length for c in extras.stopping_criteria if type(c) is MaxLengthCriteria)
             self.options = self.options.model_copy(update={"max_length": length, "max_new_tokens": None})
-        if EosTokenCriteria in kinds and listed(self.options.eos_token_id):
+        if EosTokenCriteria in kinds and to_list(self.options.eos_token_id):
             raise UnsupportedError("`stopping_criteria` with an EosTokenCriteria: pass its ids as `eos_token_id=`")
-        limit = check_call(self.options, prompts, extras.streamer, extras.tokenizer, target, drafted=drafted)
+        limit = check_call(self.options, prompts, extras.streamer, extras.tokenizer, target, drafted=draft is not None)
         encodes = draft is not None and draft.needs_encoder_inputs
         if encodes and (prompts.encoder is None or "inputs_embeds" in prompts.encoder):
             raise UnsupportedError(
@@ -163,16 +162,16 @@ class Call:
         o = self.options = self.options.model_copy(update=resolved)
         if o.max_time is not None and MaxTimeCriteria not in kinds:
             self.time_limit = MaxTimeCriteria(o.max_time)
-        # transformers' criteria that look at more than the last token come before the caller's own
-        criteria: list[Any] = [one for one in own if type(one) is not MaxLengthCriteria]
-        stops = None if o.stop_strings is None else _stops(listed(o.stop_strings), extras.tokenizer)
+        # transformers' criteria that look at more than the last token come before the caller's.
+        criteria: list[Any] = [c for c in extras.stopping_criteria if type(c) is not MaxLengthCriteria]
+        stops = None if o.stop_strings is None else _stops(to_list(o.stop_strings), extras.tokenizer)
         count, serial = len(prompts.rows), next(_SERIAL)
         seeds = row_seeds(o.seed, count) if o.samples or o.seed is not None else [0] * count
         self.seqs = []
         for r, (seed, row) in enumerate(zip(seeds, prompts.rows, strict=True)):
-            made = [] if self.time_limit is None else [self.time_limit]
-            made += [] if stops is None else [stops(len(row.tokens))]
-            self.seqs.append(self._sequence(r, serial, seed, [*made, *criteria]))
+            built_in = [] if self.time_limit is None else [self.time_limit]
+            built_in += [] if stops is None else [stops(len(row.tokens))]
+            self.seqs.append(self._sequence(r, serial, seed, [*built_in, *criteria]))
         self.request = Request(
             seqs=self.seqs,
             pacing=self.pacing,
@@ -195,7 +194,7 @@ class Call:
                 self._share(seq, context, prompts.rows[r], r // o.copies)
 
     def _encode(self) -> Encoding:
-        """The encoder's output, or the caller's own."""
+        """The encoder's output: the caller's, or a new one."""
         if self.prompts.encoding is not None:
             return self.prompts.encoding
         assert self.prompts.encoder is not None
@@ -211,7 +210,7 @@ class Call:
         return min(max(lengths, default=0), most)
 
     def _share(self, seq: RunningSequence, context: Context, prompt: RowPrompt, place: int) -> None:
-        """Lets the sequence fork from other texts, and others from it, within the same context and inputs."""
+        """Lets the sequence fork from other texts, and they from it, within the same context and inputs."""
         inputs = [value[place] for _, value in sorted((self.prompts.encoder or {}).items())]
         if prompt.embeds is not None:
             inputs = [prompt.embeds]
@@ -224,11 +223,11 @@ class Call:
     def _sequence(self, r: int, serial: int, seed: int, criteria: Sequence[Any]) -> RunningSequence:
         """The sequence of row `r`, with its strategy and its draft's instructions."""
         o, prompt, device = self.options, self.prompts.rows[r], self.target.device
-        forced = frozenset(listed(o.forced_eos_token_id))
+        forced = frozenset(to_list(o.forced_eos_token_id))
         stop = Stopping(frozenset(o.eos_ids), (o.max_length or 0) - prompt.padding, criteria, forced)
         processors = [
-            one.copy(len(prompt.tokens), o.num_beams) if isinstance(one, Grammar) else one
-            for one in self.extras.logits_processor
+            processor.copy(len(prompt.tokens), o.num_beams) if isinstance(processor, Grammar) else processor
+            for processor in self.extras.logits_processor
         ]
         strategy = self._strategy(r, prompt, seed, stop, processors)
         sampler: Any = strategy.sampler  # None: the strategy takes no draft
@@ -290,12 +289,12 @@ class Call:
 
 def methods(processors: Sequence[Any], name: str) -> Iterator[Any]:
     """The methods of this name that processors have."""
-    return (getattr(one, name) for one in processors if callable(getattr(type(one), name, None)))
+    return (getattr(processor, name) for processor in processors if callable(getattr(type(processor), name, None)))
 
 
 def _stops(strings: list[str], tokenizer: Any) -> Callable[[int], Any]:
-    """What makes the criterion of a row from the length of its prompt: transformers' one, or where that cannot read the
-    vocabulary, as WordPiece's, one that decodes.
+    """A function that makes a row's criterion from the length of its prompt: transformers' criterion, or one that
+    decodes where transformers' cannot read the vocabulary, such as WordPiece's.
     """
     try:
         criterion = StopStringCriteria(stop_strings=strings, tokenizer=tokenizer)
@@ -305,7 +304,7 @@ def _stops(strings: list[str], tokenizer: Any) -> Callable[[int], Any]:
 
 
 def row_seeds(seed: int | Sequence[int] | None, count: int) -> list[int]:
-    """One seed per row: as given, or folded from one number; None draws that from torch's generator."""
+    """One seed per row: the caller's, or folded from one number, which torch's generator draws for None."""
     if isinstance(seed, Sequence):
         return list(seed)
     if seed is None:

@@ -1,6 +1,6 @@
 """Refuses options of a call that contradict its draft, its prompts or its target, before any pass.
 
-What options contradict among themselves is refused by `specdec.options`.
+`specdec.options` refuses options that contradict one another.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from specdec.errors import OptionError, UnsupportedError
 from specdec.generator.inputs.prompts import Prompts
 from specdec.models import LanguageModel
 from specdec.models.hf.private_api import gathers_weights
-from specdec.options.generate import Options, listed
+from specdec.options.generate import Options, to_list
 from specdec.options.resolve import warn_of_idle
 
 DEFAULT_LENGTH = 20  # tokens; transformers' default for ids without any limit
@@ -27,15 +27,15 @@ _DRAFTING = (*_BRANCHING, "num_assistant_tokens", "num_assistant_tokens_schedule
 
 
 def check_draft(
-    draft: Draft | None, options: Options, given: Mapping[str, Any], prediction: Any, *, named: bool
+    draft: Draft | None, options: Options, arguments: Mapping[str, Any], prediction: Any, *, named: bool
 ) -> None:
-    """Raises OptionError for options that the draft cannot serve; `named`: the call named it.
+    """Raises OptionError for options that the draft cannot serve; `named`: the call named the draft.
 
-    `given` are the call's own options. Without a draft, options of drafting are a warning.
+    `arguments` are the options that the call itself sets. Without a draft, options of drafting are a warning.
     """
-    if draft is None and (idle := [name for name in _DRAFTING if name in given]):
+    if draft is None and (idle := [name for name in _DRAFTING if name in arguments]):
         warn_of_idle(f"`{idle[0]}` sets how much to draft, and the call has no draft: name one")
-    if draft is not None and not draft.guesses_trees and (not named or any(name in given for name in _BRANCHING)):
+    if draft is not None and not draft.guesses_trees and (not named or any(name in arguments for name in _BRANCHING)):
         _check_branches(draft, options)
     if prediction is not None and (draft is None or not draft.reads_predictions):
         raise OptionError(
@@ -50,11 +50,11 @@ def check_draft(
 
 
 def _check_branches(draft: Draft, options: Options) -> None:
-    """Raises OptionError where trees are asked of a draft that guesses chains."""
-    own = options.schedule is not None and not isinstance(options.schedule, str)
-    asked = options.schedule.max_branches if own else options.num_assistant_branches or 1
-    if asked > 1:
-        name = f"`schedule`={options.schedule!r}" if own else f"`num_assistant_branches`={asked}"
+    """Raises OptionError where the options want trees of a draft that guesses chains."""
+    is_object = options.schedule is not None and not isinstance(options.schedule, str)
+    branches = options.schedule.max_branches if is_object else options.num_assistant_branches or 1
+    if branches > 1:
+        name = f"`schedule`={options.schedule!r}" if is_object else f"`num_assistant_branches`={branches}"
         raise OptionError(
             f"{name} asks for trees of guesses, but {draft!r} guesses one continuation at a time: "
             "leave the branches out, draft with a model that has the target's vocabulary, or set "
@@ -91,7 +91,7 @@ def check_call(
 
 
 def check_gathered(model: Any, synced: bool | None) -> None:
-    """Raises UnsupportedError where a pass would wait for those of other processes; `synced`: `synced_gpus`."""
+    """Raises UnsupportedError where a pass would wait for passes of other processes; `synced`: `synced_gpus`."""
     several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     if synced or (synced is None and several and gathers_weights(model)):
         raise UnsupportedError(
@@ -117,16 +117,16 @@ def length_limit(options: Options, prompts: Prompts, target: LanguageModel) -> i
         limit = width + DEFAULT_LENGTH
     if limit <= width:
         length = width + prompts.num_embeds_only
-        asked = options.max_length
-        raise OptionError(f"`max_length`={asked} leaves no room after a prompt of {length} tokens: raise it")
+        most = options.max_length
+        raise OptionError(f"`max_length`={most} leaves no room after a prompt of {length} tokens: raise it")
     # The last token is never read, except as a candidate of contrastive search.
-    read = [row.tokens if row.embeds is None else row.embeds for row in prompts.rows]
-    longest = max(max(len(own), len(row.negative or ())) for own, row in zip(read, prompts.rows, strict=True))
-    needed = longest + limit - width - (not options.penalty_alpha)
-    if target.max_positions is not None and needed > target.max_positions:
+    lengths = [len(row.tokens if row.embeds is None else row.embeds) for row in prompts.rows]
+    longest = max(*lengths, *(len(row.negative or ()) for row in prompts.rows))
+    positions = longest + limit - width - (not options.penalty_alpha)
+    if target.max_positions is not None and positions > target.max_positions:
         raise OptionError(
-            f"the prompt and its continuation may need {needed} positions, but the target has {target.max_positions}: "
-            "shorten the prompt or lower `max_new_tokens`"
+            f"the prompt and its continuation may need {positions} positions, but the target has "
+            f"{target.max_positions}: shorten the prompt or lower `max_new_tokens`"
         )
     return limit
 
@@ -134,21 +134,21 @@ def length_limit(options: Options, prompts: Prompts, target: LanguageModel) -> i
 def _check_vocabulary(options: Options, target: LanguageModel) -> None:
     """Raises OptionError for ids outside the target's vocabulary, unless its checkpoint sets them."""
     bias = options.sequence_bias or ()
-    named: dict[str, Any] = {
+    ids_by_option: dict[str, Any] = {
         "bad_words_ids": options.bad_words_ids or (),
         "sequence_bias": bias if isinstance(bias, Mapping) else [ids for ids, _ in bias],
-        **{name: [listed(getattr(options, name))] for name in _ID_OPTIONS},
+        **{name: [to_list(getattr(options, name))] for name in _ID_OPTIONS},
     }
     if options.num_beams > 1:
-        named["constraints"] = [c.ids for c in read_constraints(options.constraints, None)]
-        named["force_words_ids"] = [c.ids for c in read_constraints(None, options.force_words_ids)]
-    for name, groups in named.items():
+        ids_by_option["constraints"] = [c.ids for c in read_constraints(options.constraints, None)]
+        ids_by_option["force_words_ids"] = [c.ids for c in read_constraints(None, options.force_words_ids)]
+    for name, groups in ids_by_option.items():
         wrong = next(
             (i for ids in groups for i in ids if not hasattr(i, "__index__") or not 0 <= i < target.vocab_size), None
         )
         if wrong is not None and getattr(options, name) != getattr(target.model.generation_config, name, None):
-            known = f"ids from 0 to {target.vocab_size - 1}, which the target knows"
-            raise OptionError.of(name, known, wrong, "pass [] for none" if name == "eos_token_id" else "")
+            expected = f"ids from 0 to {target.vocab_size - 1}, which the target knows"
+            raise OptionError.of(name, expected, wrong, "pass [] for none" if name == "eos_token_id" else "")
 
 
 def _check_least(options: Options, limit: int, prompts: Prompts, target: LanguageModel) -> None:
@@ -159,9 +159,9 @@ def _check_least(options: Options, limit: int, prompts: Prompts, target: Languag
         "min_new_tokens": (options.min_new_tokens or 0) + width,
     }
     for name, least in leasts.items():
-        asked = getattr(options, name)
-        if least > limit and asked != getattr(target.model.generation_config, name, None):
+        value = getattr(options, name)
+        if least > limit and value != getattr(target.model.generation_config, name, None):
             warn_of_idle(
-                f"`{name}`={asked} is out of reach, as the text ends after {limit - width} new tokens: "
+                f"`{name}`={value} is out of reach, as the text ends after {limit - width} new tokens: "
                 "lower it, or raise `max_new_tokens`"
             )

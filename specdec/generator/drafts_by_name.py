@@ -52,8 +52,8 @@ ALIASES: dict[str, tuple[str, ...]] = {
 NAMES = (*ALIASES, *(detail for details in ALIASES.values() for detail in details))
 _PAIR = f"a pair of {' or '.join(map(repr, (*COPYING, ALONE)))} and a model that is loaded"
 _KINDS = f"{SPELLINGS}, a loaded model, {_PAIR}, a Drafter or None"
-_KEPT = 2  # drafts named in calls; each may hold a model
-_DEAR = 2**25  # bytes of weights from which a pass is dear beside a look into the text
+_MOST_RECENT = 2  # drafts named in calls that stay; each may hold a model
+_DEAR = 2**25  # bytes of weights; a pass of so many is dear beside a look into the text
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Drafts:
         self._target, self._memory = target, memory
         self._how = Loading(backend=backend, quantization=AUTO)
         self._lock = threading.Lock()
-        # with the arguments that name them; the last first
+        # The arguments that name drafts, and the drafts; the last first.
         self._recent: list[tuple[tuple[Any, ...], ScheduledDraft]] = []
 
     def make(
@@ -89,7 +89,8 @@ class Drafts:
 
         A large model copies from the text besides, unless it is to be `alone`. Drafts that copy get the memory.
 
-        Raises OptionError for what is none, VocabularyError where target and draft do not share a vocabulary.
+        Raises OptionError for a value that is no draft, VocabularyError where target and draft do not share a
+        vocabulary.
         """
         check_tokenizer("assistant_tokenizer", assistant_tokenizer)
         draft = loaded(unwrapped(draft, name), self._how, name=name)
@@ -105,29 +106,29 @@ class Drafts:
             case PreTrainedModel() if head_kind(draft, argument=name) is not None:
                 return load_head(draft, self._target, self._how, argument=name)
             case LoadedModel() | PreTrainedModel() | LanguageModel():
-                made = self._model(draft, tokenizer, assistant_tokenizer, name)
-                return made if alone else self._with_copies(made)
+                model = self._model(draft, tokenizer, assistant_tokenizer, name)
+                return model if alone else self._with_copies(model)
             case tuple() | list():
                 return self._hybrid(draft, tokenizer, assistant_tokenizer, name)
             case _:
-                return self._remembering(_own(draft, name))
+                return self._remembering(_callers_draft(draft, name))
 
-    def of_call(self, given: Mapping[str, Any], tokenizer: Any) -> ScheduledDraft:
+    def of_call(self, arguments: Mapping[str, Any], tokenizer: Any) -> ScheduledDraft:
         """The draft that a call names by transformers' arguments.
 
-        Raises OptionError where several name one.
+        Raises OptionError where several arguments name a draft.
         """
-        named = [alias for alias in ALIASES if alias in given]
-        if len(named) > 1:
-            raise OptionError(f"{' and '.join(named)} each name a draft: pass one of them")
-        parts = (tokenizer, *(given.get(name) for name in NAMES))
+        aliases = [alias for alias in ALIASES if alias in arguments]
+        if len(aliases) > 1:
+            raise OptionError(f"{' and '.join(aliases)} each name a draft: pass one of them")
+        parts = (tokenizer, *(arguments.get(name) for name in NAMES))
         with self._lock:
-            found = next((entry for entry in self._recent if all(map(_same, entry[0], parts))), None)
-            # The oldest is freed before another one is loaded.
-            self._recent = [entry for entry in self._recent if entry is not found][: _KEPT - 1]
-            found = found or (parts, ScheduledDraft(self._target, self._of_call(named[0], given, tokenizer)))
-            self._recent.insert(0, found)
-            return found[1]
+            entry = next((entry for entry in self._recent if all(map(_same, entry[0], parts))), None)
+            # The oldest draft is freed before another draft is loaded.
+            self._recent = [recent for recent in self._recent if recent is not entry][: _MOST_RECENT - 1]
+            entry = entry or (parts, ScheduledDraft(self._target, self._of_call(aliases[0], arguments, tokenizer)))
+            self._recent.insert(0, entry)
+            return entry[1]
 
     @property
     def of_calls(self) -> list[ScheduledDraft]:
@@ -135,22 +136,22 @@ class Drafts:
         with self._lock:
             return [scheduled for _, scheduled in self._recent]
 
-    def _of_call(self, name: str, given: Mapping[str, Any], tokenizer: Any) -> Draft | None:
+    def _of_call(self, name: str, arguments: Mapping[str, Any], tokenizer: Any) -> Draft | None:
         match name:
             case "prompt_lookup_num_tokens":
-                return self._remembering(_lookup(**given))
+                return self._remembering(_lookup(**arguments))
             case "assistant_early_exit":
-                layers, most = given[name], self._target.num_layers - 1
+                layers, most = arguments[name], self._target.num_layers - 1
                 if not is_whole(layers) or not 1 <= layers <= most:
                     expected = f"a number of the target's {most + 1} layers, at least 1 and not all"
                     raise OptionError.of(name, expected, layers)
                 return EarlyExitDraft(self._target, layers)
             case "use_mtp":
-                if given[name] is not True:
-                    raise OptionError.of(name, "True or False", given[name])
+                if arguments[name] is not True:
+                    raise OptionError.of(name, "True or False", arguments[name])
                 return MtpDraft.of(self._target, None, name)
             case _:
-                return self.make(given[name], tokenizer, given.get("assistant_tokenizer"), name=name)
+                return self.make(arguments[name], tokenizer, arguments.get("assistant_tokenizer"), name=name)
 
     def _registered(self, draft: str, name: str) -> Draft:
         """The draft of a word; raises DraftError for a wrong entry of `DRAFTS`."""
@@ -164,11 +165,11 @@ class Drafts:
         if not is_class:
             refuse_argument(argument, name)
             return FunctionDraft(kind)
-        made = kind.of(self._target, argument, name)
-        if not isinstance(made, Draft):
-            got = type(made).__name__
+        result = kind.of(self._target, argument, name)
+        if not isinstance(result, Draft):
+            got = type(result).__name__
             raise DraftError(f"`of` of the draft {word!r} must return a `specdec.core.drafts.Draft`, got {got}")
-        return self._remembering(made)
+        return self._remembering(result)
 
     def _model(self, draft: Any, tokenizer: Any, assistant_tokenizer: Any, name: str) -> Draft:
         """A draft model; with another tokenizer than the target's, behind a `TextBridge`."""
@@ -191,33 +192,33 @@ class Drafts:
             _vocabulary(tokenizer, "tokenizer") != _vocabulary(assistant_tokenizer, "assistant_tokenizer")
         )
         sees = sees_alike(model, target) and not translates
-        made: Draft = ModelDraft(model, shared_encoder=shared, sees=sees)
+        result: Draft = ModelDraft(model, shared_encoder=shared, sees=sees)
         if assistant_tokenizer is None:
             _check_widths(model, target, tokenizer)
         elif translates:
-            made = TextBridge(made, tokenizer, assistant_tokenizer)
-        return TextAloneDraft(made, place_tokens(target.model.config)) if target.sees and not sees else made
+            result = TextBridge(result, tokenizer, assistant_tokenizer)
+        return TextAloneDraft(result, place_tokens(target.model.config)) if target.sees and not sees else result
 
     def _with_copies(self, draft: Draft) -> Draft:
         """The draft of a model, beside a text draft where its passes are dear, or the memory has files.
 
         Encoder-decoders mostly write new words.
         """
-        model, knows = draft.models[0], self._memory is not None and self._memory.has_files
-        if not knows and (model.is_encoder_decoder or model.weight_bytes < _DEAR):
+        model, has_files = draft.models[0], self._memory is not None and self._memory.has_files
+        if not has_files and (model.is_encoder_decoder or model.weight_bytes < _DEAR):
             return draft
         return HybridDraft(self._remembering(SuffixDraft()), draft)
 
     def _remembering(self, draft: Any) -> Any:
-        """A draft that copies, alone or in a pair, with the memory unless it has one (a copy); others as they are."""
+        """A copy, with the memory, of a draft that copies, alone or in a pair, and has no memory; others unchanged."""
         if self._memory is not None and isinstance(draft, HybridDraft):
             draft = copy(draft)
             draft.text = self._remembering(draft.text)
         if self._memory is None or not isinstance(draft, TextDraft) or draft.memory is not None:
             return draft
-        made = copy(draft)
-        made.memory = self._memory
-        return made
+        draft = copy(draft)
+        draft.memory = self._memory
+        return draft
 
     def _hybrid(self, pair: Sequence[Any], tokenizer: Any, assistant_tokenizer: Any, name: str) -> Draft:
         kinds = tuple(part if isinstance(part, str) else type(part).__name__ for part in pair)
@@ -230,21 +231,21 @@ class Drafts:
         return HybridDraft(self._remembering(DRAFTS[pair[0]].of(self._target, None)), model)
 
 
-def named_drafts(given: Mapping[str, Any], config: Any) -> dict[str, Any]:
+def named_drafts(arguments: Mapping[str, Any], config: Any) -> dict[str, Any]:
     """The arguments of `ALIASES` in a call or else its generation config.
 
     Warns of a call's details without the argument that they belong to.
     """
-    found = {name: value for name in NAMES if (value := given.get(name, getattr(config, name, None))) is not None}
-    if found.get("use_mtp") is False:
-        del found["use_mtp"]
+    names = {name: value for name in NAMES if (value := arguments.get(name, getattr(config, name, None))) is not None}
+    if names.get("use_mtp") is False:
+        del names["use_mtp"]
     for alias, details in ALIASES.items():
         for detail in details:
-            if detail in found and alias not in found:
-                del found[detail]
-                if detail in given:
+            if detail in names and alias not in names:
+                del names[detail]
+                if detail in arguments:
                     warnings.warn(f"`{detail}` changes nothing without `{alias}`: pass both", stacklevel=2)
-    return found
+    return names
 
 
 def _draft_model(model: Any, name: str, how: Loading) -> LanguageModel:
@@ -252,25 +253,25 @@ def _draft_model(model: Any, name: str, how: Loading) -> LanguageModel:
     if isinstance(model, PreTrainedModel) and how.backend != "eager":
         light = lightened(model, owned=False)
         if light is not model:
-            made = LanguageModel(light, backend=how.backend, owned=True)
-            made.recut = partial(_draft_model, model, name, how)
-            return made
+            language = LanguageModel(light, backend=how.backend, owned=True)
+            language.recut = partial(_draft_model, model, name, how)
+            return language
     return language_model(model, name, replace(how, quantization=None))
 
 
 def language_model(model: Any, name: str, how: Loading) -> LanguageModel:
     """The model that is the argument `name`, or is loaded by it with `how`.
 
-    Raises OptionError for other types, and for a `LanguageModel` in another backend or exactness than `how` has.
+    Raises OptionError for other types, and for a `LanguageModel` whose backend or exactness `how` contradicts.
     """
     model = unwrapped(model, name)
-    if isinstance(model, LanguageModel) and not how.given.keys() - set(PASSES):
+    if isinstance(model, LanguageModel) and not how.changes.keys() - set(PASSES):
         for option in PASSES:
-            wanted, own = getattr(how, option), getattr(model, option)
-            if wanted not in ("auto", own):
+            value, current = getattr(how, option), getattr(model, option)
+            if value not in ("auto", current):
                 raise OptionError(
-                    f"`{option}`={wanted!r} does not reach a `{name}` that is a LanguageModel in {option} {own!r} "
-                    f"already: make it with LanguageModel(model, {option}={wanted!r}), or pass the transformers model"
+                    f"`{option}`={value!r} does not reach a `{name}` that is a LanguageModel in {option} {current!r} "
+                    f"already: make it with LanguageModel(model, {option}={value!r}), or pass the transformers model"
                 )
         return model
     if not isinstance(model, str | PathLike | PreTrainedModel | LanguageModel):
@@ -298,14 +299,12 @@ def loaded(draft: Any, how: Loading, *, name: str = "draft") -> Any:
     return model if word is None else (word, model)
 
 
-def _same(mine: Any, theirs: Any) -> bool:
+def _same(a: Any, b: Any) -> bool:
     """Whether two arguments are the same object, or equal names or numbers."""
-    return mine is theirs or (
-        isinstance(mine, str | PathLike | int) and type(mine) is type(theirs) and bool(mine == theirs)
-    )
+    return a is b or (isinstance(a, str | PathLike | int) and type(a) is type(b) and bool(a == b))
 
 
-def _own(draft: Any, name: str) -> Draft:
+def _callers_draft(draft: Any, name: str) -> Draft:
     """The caller's drafter or function; raises OptionError for other objects."""
     refuse_class(name, draft)
     if isinstance(draft, Draft):
@@ -342,10 +341,10 @@ def _vocabulary(tokenizer: Any, name: str) -> Any:
 
 
 def _check_encoders(draft: LanguageModel, target: LanguageModel, name: str) -> None:
-    """Raises OptionError where a draft's encoder cannot read what the target's reads."""
+    """Raises OptionError where the encoders of draft and target read no input in common."""
     inputs = [{"input_ids", *FEATURES} & model.source_names for model in (draft, target)]
     if not inputs[0] & inputs[1]:
-        reads, needs = (" or ".join(f"`{one}`" for one in sorted(names)) for names in inputs)
+        reads, needs = (" or ".join(f"`{input_name}`" for input_name in sorted(names)) for names in inputs)
         raise OptionError(
             f"`{name}` has an encoder that reads {reads or 'other inputs'}, and the target's reads "
             f"{needs or 'others'}: name a draft for the same inputs, or 'suffix'"
@@ -361,9 +360,9 @@ def _check_encoders(draft: LanguageModel, target: LanguageModel, name: str) -> N
 def _check_widths(draft: LanguageModel, target: LanguageModel, tokenizer: Any) -> None:
     """Raises VocabularyError where the widths of logits differ by more than padding."""
     widths = (draft.vocab_size, target.vocab_size)
-    known = len(tokenizer) if hasattr(tokenizer, "__len__") else None
-    padded = known is not None and known <= min(widths) and max(widths) <= 1.05 * known
-    if widths[0] != widths[1] and not padded:
+    count = len(tokenizer) if hasattr(tokenizer, "__len__") else None
+    are_padded = count is not None and count <= min(widths) and max(widths) <= 1.05 * count
+    if widths[0] != widths[1] and not are_padded:
         raise VocabularyError(
             f"draft vocabulary {widths[0]} ≠ target {widths[1]}: pass `assistant_tokenizer=` (with `tokenizer=`), "
             "or draft='suffix'"

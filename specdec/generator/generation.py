@@ -17,7 +17,7 @@ PerToken = tuple[Tensor, ...]
 PerTokenAndLayer = tuple[tuple[Tensor, ...], ...]
 
 _BOX = "font-family:monospace;white-space:pre-wrap;line-height:1.5"
-# underlined for readers who see no colour
+# Drafted text is underlined for readers who see no colour.
 _DRAFTED = "background:rgba(47,158,119,.28);border-bottom:2px solid rgb(47,158,119)"
 _QUIET = "opacity:.75;font-size:90%"
 
@@ -87,9 +87,9 @@ class _Decoding(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """New text of one row of a stream, its ids, and how many of these, at the front, the draft guessed.
+    """New text of one row of a stream, its ids, and how many of the ids, at the front, the draft guessed.
 
-    `finish`: the finish reason of the row's last event, None of the others.
+    `finish`: the finish reason in the row's last event, None in earlier events.
     """
 
     text: str

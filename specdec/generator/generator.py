@@ -32,7 +32,7 @@ from specdec.generator.job import Job
 from specdec.generator.memories import MemoryWish
 from specdec.generator.tokenizers import Detokenizer, check_split_rule, check_tokenizer, tokenizer_beside
 from specdec.models import LanguageModel, needs_eyes, plain_modes
-from specdec.options.generate import Form, Options, listed
+from specdec.options.generate import Form, Options, to_list
 from specdec.options.load import Loading, check_loaded
 from specdec.options.resolve import check_defaults, resolve
 from specdec.proposers.form import FormDraft
@@ -58,10 +58,10 @@ class SpecGenerator:
     or draft is a model object of the caller's, prompts share within one call alone. False: prompts share nothing.
     Outside of float32 and `exactness`="strict", a text that continues a cached one may differ at near-ties. `memory`:
     drafts that copy look up texts of earlier calls, too, and of the files and folders that it names: True (128 MiB at
-    most), a number of bytes, or paths. Calls of another `cache_salt` see the files alone. `backend` and `exactness` are
-    those of `Loading`; for a model object, "packed" keeps a second copy of its weights, and "auto" leaves it as it is.
+    most), a number of bytes, or paths. Calls of another `cache_salt` see the files alone. `backend` and `exactness`:
+    as in `Loading`; for a model object, "packed" keeps a second copy of its weights, and "auto" leaves it as it is.
 
-    Raises OptionError for what cannot be a target or draft, VocabularyError where the two do not share a vocabulary.
+    Raises OptionError for values that are no target or draft, VocabularyError where the two do not share a vocabulary.
     """
 
     _inherits = True
@@ -95,7 +95,7 @@ class SpecGenerator:
         self._drafts = Drafts(self.target, backend=backend, memory=self.memory)
         self._scheduled = ScheduledDraft(self.target, self._drafts.make(draft, self.tokenizer, assistant_tokenizer))
         wish.check(self.draft)
-        # Where a call has a form and no draft is named, what the form forces is guessed; "none" names that none is.
+        # Where a call has a form and no draft is named, the draft guesses the form's forced tokens; "none" is a name.
         self._forms = self._scheduled if draft is not None else ScheduledDraft(self.target, FormDraft())
         self._prefixes, self._promised = _prefixes(prefix_cache), prefix_cache is not None
         self._driver = Driver(Engine(self.target, kv_budget=kv_budget, prefix_cache=self._prefixes))
@@ -119,8 +119,8 @@ class SpecGenerator:
         """A generator whose target, and draft if it is an id or path, are loaded from the hub or a folder.
 
         `options` are fields of `Loading`, for the target, and defaults of `generate`. The draft has the target's
-        `dtype`, `backend`, `device_map` and `trust_remote_code`, and is never offloaded. `draft_options` override
-        these. Raises OptionError, UnsupportedError and LoadError where something cannot be loaded as asked.
+        `dtype`, `backend`, `device_map` and `trust_remote_code`, unless `draft_options` set them, and is never
+        offloaded. Raises OptionError, UnsupportedError and LoadError where a model cannot be loaded so.
         """
         how, options = Loading.split(options)
         check_defaults(options)
@@ -159,9 +159,9 @@ class SpecGenerator:
         return self._driver.engine
 
     def close(self) -> None:
-        """Ends what the generator runs and frees what it keeps; it may be called twice, and by any thread.
+        """Ends the generator's calls and frees its caches; it may be called twice, and by any thread.
 
-        Calls under way raise CancelledError, after the pass under way; later ones raise EngineError. Cached
+        Calls under way raise CancelledError, after the pass under way; later calls raise EngineError. Cached
         prompts and remembered texts are dropped. Inside a call (in a processor, say) this raises EngineError.
         """
         try:
@@ -190,11 +190,11 @@ class SpecGenerator:
     def model_changed(self) -> None:
         """Says that you changed target or draft models: weights, adapters, hooks, methods, attributes or configs.
 
-        What is kept of them is used no longer, and packed copies of your own models are made anew. With
+        States cached of them are used no longer, and packed copies of your own models are made anew. With
         `prefix_cache=True` for a model of yours, call it after every change; models that were loaded here stay as they
         are. Raises UnsupportedError where the backend that was named cannot run the changed model.
         """
-        for model in [*self._models, *(model for named in self._drafts.of_calls for model in named.models)]:
+        for model in [*self._models, *(model for scheduled in self._drafts.of_calls for model in scheduled.models)]:
             model.changed()
 
     @property
@@ -202,19 +202,19 @@ class SpecGenerator:
         """The target and the models of the draft."""
         return [self.target, *self._scheduled.models]
 
-    def options(self, **given: Any) -> Options:
+    def options(self, **arguments: Any) -> Options:
         """The resolved options of a call of `generate` with these arguments; raises as the call does."""
         objects = {*_EXTRAS, "generation_config", *DRAFT_NAMES, *MODEL_INPUTS, *beside_inputs(self.target)}
-        fields = {name: value for name, value in given.items() if name not in objects}
-        return self._options(fields, given.get("generation_config"))
+        fields = {name: value for name, value in arguments.items() if name not in objects}
+        return self._options(fields, arguments.get("generation_config"))
 
     def generate(self, prompt: Prompt = None, *, messages: Sequence[Any] | None = None, **options: Any) -> Generation:
         """Decodes `prompt`: text, a list of texts, or ids `[rows, length]`; `messages` go through the chat template.
 
         Takes the arguments of `model.generate` and the fields of `Options`. A call may name a draft
         (`assistant_model=`, ...); the last two so named stay loaded. Several threads may call at once and share the
-        target's passes; each text equals that of its call alone. Raises OptionError before any pass for wrong or
-        contradicting options; most without effect warn.
+        target's passes; each text equals the text of its call alone. Raises OptionError before any pass for wrong or
+        contradicting options; most options without effect warn.
         """
         return Job(self._prepare(prompt, messages, options), self._driver).run()
 
@@ -223,7 +223,7 @@ class SpecGenerator:
     ) -> Generator[Event, None, Generation]:
         """Yields the new text of `generate` as events, and returns the `Generation`.
 
-        Beams and ranked samples are one event each, at the end. Options are checked at once, decoding begins with the
+        Beams and ranked samples make one event each, at the end. Options are checked at once, decoding begins with the
         first event, and closing the iterator cancels the call.
         """
         return self._events(self._prepare(prompt, messages, options))
@@ -237,35 +237,35 @@ class SpecGenerator:
         texts = defaultdict[int, Detokenizer](lambda: Detokenizer(tokenizer, call.options.cut_before))  # by row
         with closing(job.follow()) as rounds:
             for deltas in rounds:
-                for one in deltas:
-                    last = one.finish is not None
-                    text = "" if tokenizer is None else texts[one.row].push(one.token_ids, last=last)
-                    yield Event(text, one.token_ids, one.accepted, one.row, one.finish)
+                for delta in deltas:
+                    last = delta.finish is not None
+                    text = "" if tokenizer is None else texts[delta.row].push(delta.token_ids, last=last)
+                    yield Event(text, delta.token_ids, delta.accepted, delta.row, delta.finish)
         assert job.result is not None
         return job.result
 
-    def _prepare(self, prompt: Prompt, messages: Sequence[Any] | None, given: Mapping[str, Any]) -> Call:
+    def _prepare(self, prompt: Prompt, messages: Sequence[Any] | None, arguments: Mapping[str, Any]) -> Call:
         """A checked call."""
         self._driver.check_open()
         if torch.is_autocast_enabled(self.target.device.type):
-            what = "load the model in the type to compute in, SpecGenerator.from_pretrained(…, dtype=…)"
-            warnings.warn(f"torch.autocast does not reach specdec's passes: {what}", RuntimeWarning, stacklevel=3)
+            way_out = "load the model in the type to compute in, SpecGenerator.from_pretrained(…, dtype=…)"
+            warnings.warn(f"torch.autocast does not reach specdec's passes: {way_out}", RuntimeWarning, stacklevel=3)
         with plain_modes():
-            given = {name: value for name, value in given.items() if value is not None}
-            config, tokenizer = given.pop("generation_config", None), self.tokenizer
-            objects = _taken(_EXTRAS, given)
-            drafts = _taken(DRAFT_NAMES, given)
-            inputs = _taken(MODEL_INPUTS | beside_inputs(self.target), given)
-            options = self._options(given, config)
+            fields = {name: value for name, value in arguments.items() if value is not None}
+            config, tokenizer = fields.pop("generation_config", None), self.tokenizer
+            objects = _pop(_EXTRAS, fields)
+            drafts = _pop(DRAFT_NAMES, fields)
+            inputs = _pop(MODEL_INPUTS | beside_inputs(self.target), fields)
+            options = self._options(fields, config)
             if "tokenizer" in objects:
                 check_tokenizer("tokenizer", objects["tokenizer"])
                 tokenizer = split_processor(objects["tokenizer"])[0]
             extras = Extras(**{**objects, "tokenizer": tokenizer})
-            named = named_drafts(drafts, config) if drafts or config is not None else {}
-            scheduled = self._drafts.of_call(named, tokenizer) if named else self._scheduled
-            check_draft(scheduled.draft, options, given, extras.prediction, named=bool(named))
+            names = named_drafts(drafts, config) if drafts or config is not None else {}
+            scheduled = self._drafts.of_call(names, tokenizer) if names else self._scheduled
+            check_draft(scheduled.draft, options, fields, extras.prediction, named=bool(names))
             forces = options.form or any(methods(extras.logits_processor, "forced"))
-            if forces and not named and not (options.needs_q or options.penalty_alpha or options.output_attentions):
+            if forces and not names and not (options.needs_q or options.penalty_alpha or options.output_attentions):
                 scheduled = self._forms
             draft, models = scheduled.draft, scheduled.models
             self.target.check_unchanged("target")
@@ -279,7 +279,7 @@ class SpecGenerator:
                 options,
                 offloaded=self.target.is_offloaded,
                 trees=draft is not None and draft.guesses_trees and self.target.capability.cache_kind == "kv",
-                lookup_tokens=named.get("prompt_lookup_num_tokens"),
+                lookup_tokens=names.get("prompt_lookup_num_tokens"),
             )
             return Call(
                 self.target,
@@ -302,7 +302,7 @@ class SpecGenerator:
         extras: Extras,
         draft_models: Sequence[LanguageModel],
     ) -> Prompts:
-        """The prompts of a call, with predictions; models that will read pictures load what reads them."""
+        """The prompts of a call, with predictions; models that will read pictures load the part that reads them."""
         prompts = read_prompts(
             prompt,
             messages,
@@ -329,20 +329,20 @@ class SpecGenerator:
             raise OptionError(
                 f"`{form.field}` and `prefix_allowed_tokens_fn` each say which tokens may follow: pass one of them"
             )
-        own = listed(self.target.model.generation_config.eos_token_id)  # where the call ends with no token
-        ends = options.eos_ids or own or listed(getattr(extras.tokenizer, "eos_token_id", None))
+        defaults = to_list(self.target.model.generation_config.eos_token_id)  # where the call ends with no token
+        ends = options.eos_ids or defaults or to_list(getattr(extras.tokenizer, "eos_token_id", None))
         return self.grammars.make(form, extras.tokenizer, ends)
 
-    def _options(self, given: Mapping[str, Any], config: Any) -> Options:
+    def _options(self, arguments: Mapping[str, Any], config: Any) -> Options:
         """The caller's options over a generation config's, the generator's and the checkpoint's."""
         if config is not None and not isinstance(config, GenerationConfig):
             raise OptionError.of("generation_config", "a transformers GenerationConfig", type(config).__name__)
         inherited: dict[str, Any] = {}
-        if self._inherits:  # the checkpoint's settings, and over them those of its task
+        if self._inherits:  # the checkpoint's settings, and over them its task's
             tasks = getattr(self.target.model.config, "task_specific_params", None) or {}
             inherited = self.target.model.generation_config.to_dict() | tasks.get(self._task, {})
         return resolve(
-            given,
+            arguments,
             # `to_dict` turns a watermarking config into its fields, which lose its class.
             config=None if config is None else config.to_dict() | {"watermarking_config": config.watermarking_config},
             defaults=self._defaults,
@@ -350,15 +350,15 @@ class SpecGenerator:
         )
 
 
-def _taken(names: Iterable[str], given: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of these names, removed from `given`."""
-    return {name: given.pop(name) for name in names if name in given}
+def _pop(names: Iterable[str], fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields of these names, removed from `fields`."""
+    return {name: fields.pop(name) for name in names if name in fields}
 
 
-def _prefixes(wanted: bool | int | None) -> PrefixCache | None:
-    """The prefix cache; None without one. Raises OptionError for a wrong `prefix_cache`."""
-    if wanted is not None and not isinstance(wanted, bool) and (not isinstance(wanted, int) or wanted <= 0):
-        raise OptionError.of("prefix_cache", "True, False or a number of bytes", wanted)
-    if wanted is False:
+def _prefixes(size: bool | int | None) -> PrefixCache | None:
+    """The prefix cache of the argument `prefix_cache`, None for False; raises OptionError for a wrong argument."""
+    if size is not None and not isinstance(size, bool) and (not isinstance(size, int) or size <= 0):
+        raise OptionError.of("prefix_cache", "True, False or a number of bytes", size)
+    if size is False:
         return None
-    return PrefixCache(PREFIX_BYTES if wanted is None or wanted is True else wanted)
+    return PrefixCache(PREFIX_BYTES if size is None or size is True else size)

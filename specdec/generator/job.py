@@ -1,7 +1,7 @@
 """A call under way, which any thread may cancel, and its result.
 
-A `Call` has the checked arguments, a `Request` is what the engine runs of it, and a `Job` runs the request and makes a
-`Generation` of its rounds.
+A `Call` has the checked arguments, a `Request` is its part that the engine runs, and a `Job` runs the request and makes
+a `Generation` of its rounds.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _PHASES = ("draft_seconds", "verify_seconds", "select_seconds")
 
 
 class Delta(NamedTuple):
-    """What is new of one row: its steps, the first `accepted` known as the draft's guesses; why it ended, or None."""
+    """New steps of one row, of which the draft guessed the first `accepted`; `finish`: why the row ended, or None."""
 
     row: int
     steps: list[Step]
@@ -56,17 +56,17 @@ class Job:
     def __init__(self, call: Call, driver: Driver) -> None:
         self.call = call
         self._driver, self._request = driver, call.request
-        self._turn, self._stream = threading.Lock(), False  # who follows it; whether deltas are streamed
+        self._turn, self._stream = threading.Lock(), False  # held by a follower; whether deltas are streamed
         self._rounds: dict[int, list[SequenceRound]] = {}  # by sequence
         self._phases: dict[str, Any] = dict.fromkeys(_PHASES, 0.0)
-        self._plain_rounds = Counter[int]()  # in place of those with a draft, by the sequences that share them
+        self._plain_rounds = Counter[int]()  # they would replace rounds with a draft; by the sequences that share them
         self._drafted_seconds = 0.0
         self._began = 0.0
-        self._seconds: float | None = None  # that it ran, once it has ended
+        self._seconds: float | None = None  # the time that it ran, once it has ended
         self._result: Generation | None = None
 
     def run(self) -> Generation:
-        """Runs the call to its end and returns its result; raises what ended it early."""
+        """Runs the call to its end and returns its result; raises the error that ended it early."""
         for _ in self.follow(stream=False):
             pass
         assert self._result is not None
@@ -75,8 +75,9 @@ class Job:
     def follow(self, *, stream: bool = True) -> Generator[list[Delta], None, Generation]:
         """Runs the call and returns its result; with `stream` yields the deltas of each round, which wait to be read.
 
-        Without it, and of beams and ranked samples, whose texts are chosen at the end, yields one delta per row then.
-        Raises what ended the call early: CancelledError after `cancel`. Closing the iterator cancels the call.
+        Without it, and for beams and ranked samples, whose texts are chosen at the end, yields one delta per row then.
+        Raises the error that ended the call early: CancelledError after `cancel`. Closing the iterator cancels the
+        call.
         """
         if self._result is not None:
             return self._result
@@ -90,8 +91,8 @@ class Job:
                 wants = False
                 yield from self.take()
         except BaseException as error:
-            left = CancelledError("its caller left before its end")
-            self._driver.cancel(request, error if isinstance(error, Exception) else left)
+            departure = CancelledError("its caller left before its end")
+            self._driver.cancel(request, error if isinstance(error, Exception) else departure)
             if self._turn.locked():
                 self._end()
             while isinstance(error, KeyboardInterrupt) and not request.done:
@@ -122,7 +123,7 @@ class Job:
     def take(self) -> Generator[list[Delta]]:
         """Yields the deltas that are new, if they are streamed, and has the `result` after the last; for one thread.
 
-        Raises what ended the call early. The streamer of the call is called here.
+        Raises the error that ended the call early. The streamer of the call is called here.
         """
         call, streamer, done = self.call, self.call.extras.streamer, self._request.done
         while self._request.rounds:
@@ -154,7 +155,7 @@ class Job:
             yield [Delta(row, [Step(token) for token in ids], 0, reason) for row, (ids, reason) in ends]
 
     def _end(self) -> float:
-        """Lets another follow; returns how long the call ran."""
+        """Lets another thread follow; returns the seconds that the call ran."""
         self._seconds = clock() - self._began
         self._turn.release()
         return self._seconds
@@ -186,11 +187,11 @@ class Job:
             new = [text for seq in seqs for text in seq.texts]
             reasons: list[Any] = []
             for seq in seqs:
-                reasons += [one.reason for one in seq.state.finished[: seq.returned]] if seq.is_search else [seq.finish]
+                reasons += [h.reason for h in seq.state.finished[: seq.returned]] if seq.is_search else [seq.finish]
             if o.at_the_end:
                 padded = padded[:: o.copies].repeat_interleave(o.num_return_sequences, 0)
         else:
-            new = [[step.token for one in self._rounds.get(seq.id, ()) for step in one.steps] for seq in seqs]
+            new = [[step.token for part in self._rounds.get(seq.id, ()) for step in part.steps] for seq in seqs]
             reasons = [row.finish_reasons[0] for row in per_row]
         longest = max(map(len, new))
         ids = torch.tensor([text + [pad] * (longest - len(text)) for text in new], dtype=torch.long)
@@ -198,8 +199,8 @@ class Job:
         if complete:
             _add_outputs(out, call, seqs, pad)
         if not any(seq.is_search for seq in seqs):
-            rounds = [self._rounds.get(seq.id, ()) for seq in seqs]
-            out.drafted = [[i < one.accepted for one in own for i in range(len(one.steps))] for own in rounds]
+            row_rounds = [self._rounds.get(seq.id, ()) for seq in seqs]
+            out.drafted = [[i < part.accepted for part in row for i in range(len(part.steps))] for row in row_rounds]
         out.stats = self._stats(per_row, seconds, new, reasons)
         if call.extras.tokenizer is not None:
             out.decode(call.extras.tokenizer, o.cut_before)
@@ -270,7 +271,7 @@ def _stats_of(seq: RunningSequence, rounds: Sequence[SequenceRound]) -> Stats:
 
 
 def _best(call: Call) -> list[RunningSequence]:
-    """Of ranked samples the best of each prompt, the earlier of equals first."""
+    """The best samples of each prompt by rank, the earlier of equals first."""
     o, seqs = call.options, call.seqs
     groups = [seqs[i : i + o.copies] for i in range(0, len(seqs), o.copies)]
     ranked = [sorted(group, key=lambda seq: _score(call, seq), reverse=True) for group in groups]
@@ -284,7 +285,7 @@ def _score(call: Call, seq: RunningSequence) -> float:
 
 
 def _add_outputs(out: Generation, call: Call, seqs: list[RunningSequence], pad: int) -> None:
-    """Adds what the options ask for beside the texts of `seqs`, as transformers does."""
+    """Adds the outputs that the options name beside the texts of `seqs`, as transformers does."""
     o, encoding, device = call.options, call.request.encoding, seqs[0].device
     for name in ("scores", "logits"):
         if getattr(o, f"output_{name}"):
@@ -302,12 +303,12 @@ def _add_outputs(out: Generation, call: Call, seqs: list[RunningSequence], pad: 
                 out[f"encoder_{name}"] = layers
     if o.num_beams > 1:
         searches = [seq for seq in seqs if seq.is_search]
-        found = [hypothesis for seq in searches for hypothesis in seq.state.finished[: seq.returned]]
-        out.beam_indices = _beam_indices([h.origins for h in found], o.num_beams, o.num_return_sequences).to(device)
+        texts = [hypothesis for seq in searches for hypothesis in seq.state.finished[: seq.returned]]
+        out.beam_indices = _beam_indices([h.origins for h in texts], o.num_beams, o.num_return_sequences).to(device)
         if o.output_trace:
             out.trace = [seq.history for seq in searches]
         if o.output_scores:
-            out.sequences_scores = torch.tensor([h.score for h in found], device=device)
+            out.sequences_scores = torch.tensor([h.score for h in texts], device=device)
     if o.num_samples is not None:
         out.sequences_scores = torch.tensor([_score(call, seq) for seq in seqs], device=device)
 
@@ -316,8 +317,8 @@ def _beam_indices(origins: Sequence[Sequence[int]], beams: int, returned: int) -
     """`[rows, longest]` int32: the beam, numbered over the whole batch, that each token continued; -1 after the end."""
     longest = max(map(len, origins))
     offsets = [row // returned * beams for row in range(len(origins))]
-    numbered = [[o + offset for o in own] for own, offset in zip(origins, offsets, strict=True)]
-    return torch.tensor([own + [-1] * (longest - len(own)) for own in numbered], dtype=torch.int32)
+    rows = [[beam + offset for beam in row] for row, offset in zip(origins, offsets, strict=True)]
+    return torch.tensor([row + [-1] * (longest - len(row)) for row in rows], dtype=torch.int32)
 
 
 def _per_token(seqs: Sequence[RunningSequence], name: str, pad: int) -> PerToken:
@@ -334,7 +335,7 @@ def _per_token(seqs: Sequence[RunningSequence], name: str, pad: int) -> PerToken
 
 
 def _rows_of(value: Tensor, dims: int, width: int) -> Tensor:
-    """`value` with rows as its first dimension; before the first token all beams share one."""
+    """`value` with rows as its first dimension; before the first token all beams share one row."""
     value = value if value.dim() == dims else value[None]
     return value if len(value) == width else value.expand(width, *value.shape[1:])
 
@@ -361,5 +362,5 @@ def _stacked(tensors: list[Tensor]) -> Tensor:
     """Tensors `[rows, ...]` of different sizes one after the other, each aligned on the right in the largest size."""
     sizes = [tensor.shape[:0:-1] for tensor in tensors]  # from the last dimension on, as `functional.pad` takes them
     largest = [max(size) for size in zip(*sizes, strict=True)]
-    before = [[(full - own, 0) for full, own in zip(largest, size, strict=True)] for size in sizes]
+    before = [[(full - part, 0) for full, part in zip(largest, size, strict=True)] for size in sizes]
     return torch.cat([functional.pad(tensor, [*chain(*free)]) for tensor, free in zip(tensors, before, strict=True)])

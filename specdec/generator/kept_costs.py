@@ -1,8 +1,8 @@
 """What schedules learned of a target and its draft, kept for the next program on this machine.
 
 A file of about 2 kB in the folder `costs` beside the results of other trials (`probe_folder`) holds one kind of call of
-one pair, on one backend, number of threads and processor; another holds what the pair's hybrid learned. They only
-decide how much is drafted at first, never a text. A model without a name and a caller's function or class have none,
+one pair, on one backend, number of threads and processor; another file holds what the pair's hybrid learned. They only
+decide how much is drafted at first, never a text. A model without a name and a caller's function or class have no file,
 and files that cannot be read or written are left alone.
 """
 
@@ -34,14 +34,14 @@ from specdec.models.hf.probe_cache import probe_folder
 from specdec.proposers.function import FunctionDraft
 from specdec.proposers.hybrid import HybridDraft, Odds
 
-_MOST = 256  # files; those that were not written for the longest time go first
-_WEIGHT = 1.5  # of seconds of an earlier program, as if measured twice: the machine may have been busy then
+_MOST = 256  # files; the files that were not written for the longest time go first
+_WEIGHT = 1.5  # an earlier program's seconds count as if measured twice: the machine may have been busy then
 LastPacings = dict[Hashable, tuple[Path | None, Pacing]]
 """The last pacing of each kind of call, and the file for what it learns."""
 
 
 class Learned(NamedTuple):
-    """What a file of a schedule holds: its estimates."""
+    """The estimates in the file of a schedule."""
 
     acceptance: Acceptance
     seconds: Seconds
@@ -94,7 +94,7 @@ def _odds_file(path: Path) -> Path:
 
 
 def read_costs(path: Path | None, odds: Odds | None) -> Cost | None:
-    """A schedule with what `path` holds, None without a sound file; new `odds` take in what the pair's hold."""
+    """A schedule with the estimates in `path`, None without a sound file; new `odds` take the values of the pair's."""
     if path is None:
         return None
     if odds == Odds():
@@ -109,7 +109,7 @@ def read_costs(path: Path | None, odds: Odds | None) -> Cost | None:
 
 
 def _read(path: Path, kind: type) -> Any:
-    """What a file holds; None if it is not sound."""
+    """The value in a file; None if it is not sound."""
     with suppress(OSError, ValueError):
         text = path.read_text("utf-8")
         learned = _JSON[kind].validate_json(text) if _is_sound(json.loads(text)) else None
@@ -126,7 +126,7 @@ def _is_sound(value: Any) -> bool:
 def _faded(line: LinearFit) -> LinearFit:
     """The same line with a weight of at most `_WEIGHT`, so that new passes soon count more."""
     share = _WEIGHT / max(line.weight, _WEIGHT)
-    return LinearFit._make((*(share * value for value in line[:5]), *line[5:]))  # its sums, and its prior
+    return LinearFit._make((*(share * value for value in line[:5]), *line[5:]))  # the sums, and the prior
 
 
 def write_costs(last: LastPacings, odds: Odds | None) -> None:
@@ -144,7 +144,7 @@ def write_costs(last: LastPacings, odds: Odds | None) -> None:
 
 
 def _write(path: Path, learned: Learned | Odds) -> None:
-    """Writes a file that others see whole or not at all."""
+    """Writes a file that other programs see whole or not at all."""
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         file = Path(folder, path.name)
         file.write_bytes(_JSON[type(learned)].dump_json(learned))

@@ -1,4 +1,4 @@
-"""The argument `memory`: whether drafts that copy remember, and the texts of files that they know from the start."""
+"""The argument `memory`: whether drafts that copy remember, and the texts of files that they have from the start."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ _WORDS = {"on": True, "off": False}
 
 @dataclass(frozen=True)
 class MemoryWish:
-    """What a caller's `memory` asks for: at most so many bytes, 0 for no memory, and the texts of the files."""
+    """A caller's `memory`: at most so many bytes, 0 for no memory, and the texts of the files."""
 
     most_bytes: int
     texts: tuple[str, ...] = ()
 
     @classmethod
     def read(cls, memory: Any) -> MemoryWish:
-        """Reads the files of `memory`; raises OptionError for what is no memory, and for files without text."""
+        """Reads the files of `memory`; raises OptionError for a value that is no memory, and for files without text."""
         if isinstance(memory, cls):
             return memory
         if isinstance(memory, list | tuple) and len(memory) == 1:
             [memory] = memory
-        wanted = _WORDS.get(memory, memory) if isinstance(memory, str) else memory
-        if wanted is None or isinstance(wanted, bool):
-            return cls(MEMORY_BYTES if wanted else 0)
-        if is_whole(wanted) and int(wanted) > 0:
-            return cls(int(wanted))
-        paths = wanted if isinstance(wanted, list | tuple) else [wanted]
+        value = _WORDS.get(memory, memory) if isinstance(memory, str) else memory
+        if value is None or isinstance(value, bool):
+            return cls(MEMORY_BYTES if value else 0)
+        if is_whole(value) and int(value) > 0:
+            return cls(int(value))
+        paths = value if isinstance(value, list | tuple) else [value]
         if not paths or not all(path and isinstance(path, str | PathLike) for path in paths):
             raise OptionError.of("memory", "True, False, a number of bytes, or files and folders of text", memory)
         texts = list[str]()
@@ -51,8 +51,8 @@ class MemoryWish:
         if self.texts and tokenizer is None:
             raise OptionError("`memory` names files, which a tokenizer must read: pass `tokenizer=`")
         if self.texts and memory is not None:
-            read = (tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for text in self.texts)
-            if not memory.read(read):
+            rows = (tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for text in self.texts)
+            if not memory.read(rows):
                 _warn_of_rest()
         return memory
 

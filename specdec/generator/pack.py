@@ -21,11 +21,11 @@ def pack_model(target: str | PathLike[str], folder: str | PathLike[str], **optio
 
     The folder is new or empty. Loading it takes the time of reading it: weights that `quantization` or a GGUF file put
     into few bits lie as they are multiplied. Raises OptionError for options that do not load a model, and for a folder
-    that cannot be written to; UnsupportedError for models that cannot be packed; LoadError for broken ones.
+    that cannot be written to; UnsupportedError for models that cannot be packed; LoadError for broken models.
     """
-    how, rest = Loading.split(options)
-    if rest:
-        raise OptionError.of("options", "options of loading", next(iter(rest)))
+    how, others = Loading.split(options)
+    if others:
+        raise OptionError.of("options", "options of loading", next(iter(others)))
     save_loaded(str(target), Path(folder), how)
     tokenizer = _processor(str(target), how) or tokenizer_beside(str(target), **how.beside)
     if tokenizer is not None:
@@ -33,8 +33,8 @@ def pack_model(target: str | PathLike[str], folder: str | PathLike[str], **optio
 
 
 def _processor(target: str, how: Loading) -> Any:
-    """What reads recordings and texts for a model that hears; None for others."""
-    with suppress(Exception):  # most models have none, which each kind says in its own words
+    """The processor of recordings and texts for a model that hears; None for other models."""
+    with suppress(Exception):  # most models have none, and each kind raises another error
         hub = {"revision": how.revision, "trust_remote_code": how.trust_remote_code}
         processor = AutoProcessor.from_pretrained(bundled_models.locate(target, "target"), **hub)
         return processor if hasattr(processor, "feature_extractor") else None

@@ -16,7 +16,7 @@ _LEADING = "\xe0"  # begins a character, as a byte
 
 
 def _byte_level() -> Iterator[tuple[str, int]]:
-    """The character that byte-level vocabularies write for each byte (GPT-2): printable ones are themselves."""
+    """The character that byte-level vocabularies write for each byte (GPT-2): a printable byte is its character."""
     beyond = 256
     for byte in range(256):
         if 33 <= byte <= 126 or 161 <= byte <= 172 or byte >= 174:
@@ -42,7 +42,7 @@ class TokenBytes:
     def of(cls, tokenizer: Any) -> TokenBytes:
         """The same object for the same tokenizer."""
         try:
-            return _MADE.setdefault(tokenizer, cls(tokenizer)) if tokenizer not in _MADE else _MADE[tokenizer]
+            return _BY_TOKENIZER.get(tokenizer) or _BY_TOKENIZER.setdefault(tokenizer, cls(tokenizer))
         except TypeError:  # without weak references or a hash
             return cls(tokenizer)
 
@@ -62,7 +62,7 @@ class TokenBytes:
         return "" if convert is None else str(convert(token))
 
     def get(self, token: int) -> bytes | None:
-        """The token's bytes; None where it always stands for whole characters, or none are known."""
+        """The token's bytes; None where it always stands for whole characters, or its bytes are not known."""
         if token in self._literal or token in self.special:
             return None
         name = self.name(token)
@@ -77,16 +77,16 @@ class TokenBytes:
 
     @cached_property
     def errors(self) -> Literal["ignore", "replace"]:
-        """What the tokenizer makes of bytes that are no character; those whose vocabulary is all bytes ignore them."""
+        """How the tokenizer treats bytes that are no character; a vocabulary that is all bytes ignores them."""
         convert = getattr(self._tokenizer, "convert_tokens_to_ids", None)
         token = None if self._is_byte_level or convert is None else convert(_LEADING)
         is_byte = isinstance(token, int) and self.name(token) == _LEADING and not self._tokenizer.decode([token])
         return "ignore" if is_byte else "replace"
 
     def split(self, data: bytes) -> tuple[str, bytes]:
-        """The text of `data`, without the beginning of a character at its end; and these bytes."""
+        """The text of `data` without the beginning of a character at its end, and the bytes of this beginning."""
         decoder = codecs.getincrementaldecoder("utf-8")(self.errors)
         return decoder.decode(data), decoder.getstate()[0]
 
 
-_MADE: WeakKeyDictionary[Any, TokenBytes] = WeakKeyDictionary()
+_BY_TOKENIZER: WeakKeyDictionary[Any, TokenBytes] = WeakKeyDictionary()

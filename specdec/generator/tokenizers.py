@@ -19,14 +19,14 @@ from specdec.models.gguf import GgufReader
 from specdec.models.gguf.split_rules import split_rule
 from specdec.models.gguf.tokenizer import read_tokenizer
 from specdec.models.hf.private_api import cached
-from specdec.models.loading.gguf import located
+from specdec.models.loading.gguf import gguf_path
 from specdec.options import bundled_models
 from specdec.options.load import Loading, split_gguf
 
 REPLACEMENT = "\ufffd"
-"""What tokenizers write for bytes that are no character."""
+"""The character that tokenizers write for bytes that are no character."""
 
-# Files of a tokenizer: those that classes of transformers name, the commonest first, as a hub is asked for each.
+# The files that transformers' classes of tokenizers name, the commonest first, as a hub is asked for each.
 FILES = (
     *("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt"),
     *("spiece.model", "sentencepiece.bpe.model", "spm.model", "sentencepiece.model", "spm_char.model", "bpe.codes"),
@@ -44,7 +44,7 @@ def check_tokenizer(name: str, tokenizer: Any) -> None:
 
 
 def ids_of(tokenizer: Any, text: str, **how: Any) -> list[int]:
-    """The ids of a text; raises OptionError for one with half of a character, as JSON and names of files may hold."""
+    """The ids of a text; raises OptionError for half of a character in it, which JSON and names of files may hold."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -59,27 +59,27 @@ def tokenizer_beside(
 ) -> Any:
     """The tokenizer in the folder or hub repository of a model, or of a `zoo:` pair; None where none exists.
 
-    For a GGUF file without a tokenizer beside it: the one in the file. For a model that `sees`: its processor, if that
-    works here. None exists without any of its `FILES`, of which some classes would make one without words. One that
-    exists and cannot be read is a warning, and None: the model still takes ids. Raises UnsupportedError for a GGUF file
-    whose rule for splitting texts is not known.
+    For a GGUF file without a tokenizer beside it: the tokenizer in the file. For a model that `sees`: its processor, if
+    the processor works here. Without any of the `FILES` there is no tokenizer, although some classes would make an
+    empty one. A tokenizer that cannot be read is a warning, and None: the model still takes ids. Raises
+    UnsupportedError for a GGUF file whose rule for splitting texts is not known.
     """
-    folder, own = split_gguf(bundled_models.locate(source, "target"))  # a pair has one tokenizer
-    file = own or gguf_file
+    folder, file_name = split_gguf(bundled_models.locate(source, "target"))  # a pair has one tokenizer
+    file = file_name or gguf_file
     if sees:
-        with suppress(Exception):  # whatever a processor lacks here, there is the tokenizer
+        with suppress(Exception):  # a processor may lack something here, and the tokenizer remains
             processor = AutoProcessor.from_pretrained(folder, **options)
             if hasattr(processor, "image_processor"):
                 return processor
     if _has_tokenizer(folder, options.get("revision")):
         try:
             return AutoTokenizer.from_pretrained(folder, **options)
-        except Exception as error:  # each class has words, and errors, of its own for this
+        except Exception as error:  # each class raises another error
             reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
             way_out = "pass `tokenizer=`, or token ids alone"
             warnings.warn(f"the tokenizer of {source} cannot be read ({reason}): {way_out}", stacklevel=2)
     if file is not None and find_spec("gguf") is not None:
-        return _tokenizer_inside(source, located(folder, str(file), options.get("revision")))
+        return _tokenizer_inside(source, gguf_path(folder, str(file), options.get("revision")))
     return None
 
 
@@ -87,10 +87,10 @@ def check_split_rule(source: Any, how: Loading) -> None:
     """Raises UnsupportedError for a GGUF file whose tokenizer splits texts by an unknown rule, before it is loaded."""
     if not isinstance(source, str | PathLike) or find_spec("gguf") is None:
         return
-    folder, own = split_gguf(bundled_models.locate(str(source), "target"))
-    file = own or how.gguf_file
+    folder, file_name = split_gguf(bundled_models.locate(str(source), "target"))
+    file = file_name or how.gguf_file
     if file and not _has_tokenizer(folder, how.revision) and Path(folder, file).is_file():
-        keys = GgufReader(located(folder, str(file), how.revision)).keys
+        keys = GgufReader(gguf_path(folder, str(file), how.revision)).keys
         if keys.get("tokenizer.ggml.model") == "gpt2":
             split_rule(keys.get("tokenizer.ggml.pre"))
 
@@ -119,7 +119,7 @@ def _has_tokenizer(folder: str, revision: str | None) -> bool:
 
 
 def decode(tokenizer: Any, ids: Sequence[int], cut_before: Sequence[str] = ()) -> str:
-    """The text of `ids` without special tokens, cut before the first of `cut_before`; as a stream of them has it."""
+    """The text of `ids` without special tokens, cut before the first of `cut_before`, as in a stream of the ids."""
     text = _decoded(tokenizer, ids)
     if REPLACEMENT in text:  # bytes that may be no character
         text = Detokenizer(tokenizer).push(ids, last=True)
@@ -127,7 +127,7 @@ def decode(tokenizer: Any, ids: Sequence[int], cut_before: Sequence[str] = ()) -
 
 
 def _decoded(tokenizer: Any, ids: Sequence[int]) -> str:
-    """The tokenizer's own text, in which a part of a character may spoil the characters beside it."""
+    """The text that the tokenizer decodes, in which a part of a character may spoil the characters beside it."""
     text: str = tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
     return text
 
@@ -143,7 +143,7 @@ def begun(text: str, mark: str) -> int:
 
 
 class Spelling(NamedTuple):
-    """What a token stands for after a text: `text`, or for a part of a character "bytes:\\xe0"; and its bytes.
+    """The meaning of a token after a text: `text`, or for a part of a character "bytes:\\xe0"; and its bytes.
 
     `data` None: a special token, which texts leave out; `text` is then its name.
     """
@@ -155,15 +155,15 @@ class Spelling(NamedTuple):
 class Detokenizer:
     """Decodes ids piece by piece, and holds back text that a later token may change.
 
-    Held back are incomplete UTF-8 and an end that begins one of `cut_before`; the text ends before the first of these.
-    The text continues the text of the ids `before`.
+    It holds back incomplete UTF-8 and an end that begins one of `cut_before`; the text ends before the first of
+    `cut_before`, and continues the text of the ids `before`.
     """
 
     def __init__(self, tokenizer: Any, cut_before: Sequence[str] = (), before: Sequence[int] = ()) -> None:
         self._tokenizer, self._cut_before = tokenizer, cut_before
         self._bytes = TokenBytes.of(tokenizer)
         self._ids: list[int] = []
-        self._start = 0  # decoding begins here, a few ids before those whose text is not yet decoded
+        self._start = 0  # decoding begins here, a few ids before the ids whose text is not yet decoded
         self._decoded = 0
         self._begun = b""  # the beginning of a character, which the last ids wrote
         self._pending = ""  # decoded and held back
@@ -171,8 +171,8 @@ class Detokenizer:
         self._read(before)
 
     def push(self, ids: Sequence[int], *, last: bool = False) -> str:
-        """The text that is final after `ids`; with `last` all that is left."""
-        self._pending += self._read(ids) + (self._rest() if last else "")
+        """The text that is final after `ids`; with `last` all text that was held back."""
+        self._pending += self._read(ids) + (self._flush() if last else "")
         text = before_stop(self._pending, self._cut_before)
         ended, self._ended = self._ended, self._ended or len(text) < len(self._pending)
         unsure = 0 if last or self._ended else max((begun(text, stop) for stop in self._cut_before), default=0)
@@ -181,19 +181,19 @@ class Detokenizer:
         return "" if ended else text
 
     def spell(self, token: int) -> Spelling:
-        """What a token would stand for as the next one."""
+        """The meaning of a token if it came next."""
         if token in self._bytes.special:
             return Spelling(self._bytes.name(token), None)
         if (data := self._bytes.get(token)) is None:
             text = self._added(token)
             return Spelling(text, text.encode())
-        text, rest = self._bytes.split(data)
-        if self._begun or rest or text.encode() != data:
+        text, beginning = self._bytes.split(data)
+        if self._begun or beginning or text.encode() != data:
             text = "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
         return Spelling(text, data)
 
     def _read(self, ids: Sequence[int]) -> str:
-        """What `ids` add to the text, without an incomplete character at its end."""
+        """The text that `ids` add, without an incomplete character at its end."""
         if self._bytes.errors == "replace" and not self._begun and self._decoded == len(self._ids):
             text = self._added(*ids)
             if text and REPLACEMENT not in text:
@@ -219,20 +219,20 @@ class Detokenizer:
         self._settle(len(self._ids))
         return lost + text
 
-    def _rest(self) -> str:
-        """The text of what was held back, which no later token completes."""
+    def _flush(self) -> str:
+        """The text of ids and bytes that were held back, which no later token completes."""
         text = self._begun.decode("utf-8", self._bytes.errors) if self._begun else self._added()
         self._begun = b""
         self._settle(len(self._ids))
         return text
 
     def _added(self, *more: int) -> str:
-        """The text of ids that are not decoded yet, and `more`, after those before them."""
+        """The text of ids that are not decoded yet, and of `more`, after the ids before them."""
         before = _decoded(self._tokenizer, self._ids[self._start : self._decoded])
         return _decoded(self._tokenizer, [*self._ids[self._start :], *more])[len(before) :]
 
     def _settle(self, count: int) -> None:
-        """The text of the first `count` ids is decoded."""
+        """Notes that the text of the first `count` ids is decoded."""
         if count > self._decoded:
             self._start, self._decoded = self._decoded, count
 
@@ -241,8 +241,8 @@ def pieces(
     tokenizer: Any, ids: Sequence[int], drafted: Sequence[bool], cut_before: Sequence[str] = ()
 ) -> list[tuple[str, bool]]:
     """The text of `ids` in pieces, each with whether the draft guessed its tokens."""
-    text, found = Detokenizer(tokenizer, cut_before), []
+    text, parts = Detokenizer(tokenizer, cut_before), []
     for number, (token, origin) in enumerate(zip(ids, drafted, strict=True), 1):
         if piece := text.push([token], last=number == len(ids)):
-            found.append((piece, origin))
-    return [("".join(text for text, _ in run), origin) for origin, run in groupby(found, key=lambda piece: piece[1])]
+            parts.append((piece, origin))
+    return [("".join(text for text, _ in run), origin) for origin, run in groupby(parts, key=lambda part: part[1])]

@@ -29,7 +29,7 @@ from specdec.generator.inputs.prompts import FEATURES, NAMES, beside_inputs
 from specdec.models import PICTURES
 from specdec.models.hf.sides import encoder_inputs
 from specdec.options.fields import IDLE, REFUSED
-from specdec.options.generate import Options, listed
+from specdec.options.generate import Options, to_list
 
 OPTIONS = frozenset(
     {"schedule", "num_assistant_tokens", "num_assistant_branches", "assistant_confidence_threshold"}
@@ -240,7 +240,7 @@ def _settled(config: Any, width: int, limit: int) -> Any:
     settled.min_new_tokens = min(max((config.min_length or 0) - width, 0), settled.max_new_tokens)
     settled.min_length = None
     settled.decoder_start_token_id = []
-    if (config.num_beams or 1) > 1 and config.pad_token_id == 0 and (ends := listed(config.eos_token_id)):
+    if (config.num_beams or 1) > 1 and config.pad_token_id == 0 and (ends := to_list(config.eos_token_id)):
         settled.pad_token_id = ends[0]  # as transformers fills beams
     if not config.return_dict_in_generate:
         for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states"):

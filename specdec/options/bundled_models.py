@@ -40,11 +40,11 @@ def locate(name: str, role: str, argument: str | None = None) -> str:
     """
     if not name.startswith("zoo:"):
         return name
-    own = name.removeprefix("zoo:")
-    if own not in NAMES:
-        named = ", ".join(f"zoo:{pair}" for pair in NAMES)
-        raise OptionError.of(argument or role, f"a hub id, a folder or one of {named}", name)
-    return str(getattr(pair(own), role))
+    word = name.removeprefix("zoo:")
+    if word not in NAMES:
+        names = ", ".join(f"zoo:{pair}" for pair in NAMES)
+        raise OptionError.of(argument or role, f"a hub id, a folder or one of {names}", name)
+    return str(getattr(pair(word), role))
 
 
 def recordings() -> list[tuple[Path, str]]:
@@ -57,5 +57,5 @@ def recordings() -> list[tuple[Path, str]]:
 
 def functions() -> dict[str, str]:
     """Python functions for the summary pair, by name."""
-    found: dict[str, str] = json.loads((_ROOT / "python_summary" / "demo.json").read_text(encoding="utf-8"))
-    return found
+    sources: dict[str, str] = json.loads((_ROOT / "python_summary" / "demo.json").read_text(encoding="utf-8"))
+    return sources

@@ -23,7 +23,7 @@ SPELLINGS = f"{', '.join(WORDS)}, a model (hub id, path or zoo:NAME), {COPYING[0
 
 @dataclass(frozen=True)
 class DraftName:
-    """What a spelling names: a `word` with its `argument`, a `model`, a word and a model, or nothing."""
+    """The parts of a spelling: a `word` with its `argument`, a `model`, a word and a model, or nothing."""
 
     word: str | None = None
     argument: str | None = None
@@ -36,10 +36,10 @@ class DraftName:
 
 
 def read_draft(draft: str, name: str = "draft", words: Collection[str] = DRAFT_WORDS.keys()) -> DraftName:
-    """What `draft` names; `name` is the argument, and `words` are registered.
+    """The parts of the spelling `draft`; `name` is the caller's argument, and `words` are registered.
 
-    Raises OptionError for a word that is misspelt or has a wrong argument, for a hybrid of other parts than a word that
-    copies and a model, and for an unknown zoo:NAME.
+    Raises OptionError for a word that is misspelt or has a wrong argument, for a hybrid unless a word that copies and a
+    model make it, and for an unknown zoo:NAME.
     """
     if draft == "none":
         return DraftName()

@@ -1,4 +1,4 @@
-"""Tables of single options: their types, which are refused, which belong to one strategy; and kinds of values."""
+"""Tables of single options: their types, the ones that are refused or belong to one strategy; and kinds of values."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ _ANY_CACHE = (
     *("dynamic", "dynamic_full", "offloaded", "paged", "static", "offloaded_static"),
     *("sliding_window", "hybrid", "hybrid_chunked", "offloaded_hybrid", "offloaded_hybrid_chunked"),
 )
-_OWN_STORE = "specdec keeps keys and values in buffers of its own"
+_STORE = "specdec keeps keys and values in buffers of its own"
 # Fields that would change the text: errors. docs/reference/models.md lists them, and a test compares.
 REFUSED: dict[str, Rule] = {
     "assistant_ensemble_weight": Rule((None,), "specdec never mixes the draft into the target's distribution"),
-    "cache_implementation": Rule((None, *_ANY_CACHE), f"{_OWN_STORE}, as they are; leave it out"),
+    "cache_implementation": Rule((None, *_ANY_CACHE), f"{_STORE}, as they are; leave it out"),
     "custom_generate": Rule((None,), "specdec is the decoding method; call `model.generate` for another one"),
     "dola_layers": Rule((None,), "DoLa is not available"),
     "is_assistant": Rule((None, False), "transformers sets it for calls of a draft"),
-    "past_key_values": Rule((None,), f"{_OWN_STORE}; pass the whole text, and `prefix_cache=True` to SpecGenerator"),
+    "past_key_values": Rule((None,), f"{_STORE}; pass the whole text, and `prefix_cache=True` to SpecGenerator"),
     "token_healing": Rule((None, False), "heal the prompt before the call"),
 }
 # Fields that change no text: warnings. Listed in the same place.
 IDLE: dict[str, Rule] = {
     "assistant_lookbehind": Rule((None,), "the text bridge aligns by text and needs no window"),
-    "cache_config": Rule((None,), _OWN_STORE),
-    "cache_implementation": Rule((None,), _OWN_STORE),
+    "cache_config": Rule((None,), _STORE),
+    "cache_implementation": Rule((None,), _STORE),
     "compile_config": Rule((None,), "passes are not compiled, but recorded: see the guide on backends"),
     "continuous_batching_config": Rule((None,), "a list of prompts is a batch, and calls that overlap share passes"),
     "disable_compile": Rule((None, False), "passes are not compiled"),
@@ -92,7 +92,7 @@ INSTEAD = {
     "tgt_lang": "pass the id of the language as `decoder_input_ids=`",
     "use_beam_search": "pass `num_beams=`",
 }
-# Field of a way of searching -> its values without effect. A checkpoint cannot choose one.
+# Field of a way of searching -> its values without effect. A checkpoint cannot choose how to search.
 SEARCHES: dict[str, tuple[object, ...]] = {
     "constraints": (None,),
     "diversity_penalty": (None, 0),
@@ -116,22 +116,22 @@ DRAWING: dict[str, tuple[object, ...]] = {
     "num_samples": (1,),
     "ranking": (),
 }
-# The same for fields of beam search.
+# Field of beam search -> its values without effect.
 BEAMS_ONLY: dict[str, tuple[object, ...]] = {
     "early_stopping": (False,),
     "length_penalty": (1.0,),
     "output_trace": (False,),
 }
-# Fields of both that transformers lacks. Set without effect they raise: no script for transformers sets them.
-OWN = frozenset({"sampling", "num_samples", "ranking", "output_trace"})
+# Fields of the two tables that transformers lacks. Set without effect they raise: no script for transformers sets them.
+SPECDEC_ONLY = frozenset({"sampling", "num_samples", "ranking", "output_trace"})
 
 
 class DraftWord(NamedTuple):
     """A word for a draft, as it is known before torch is loaded.
 
-    `module` and `kind`: the module in `specdec.proposers` and its class. `argument`: what follows the word after a
-    colon, "N" for a number, None for nothing. `copies`: it copies from the text, so it may be the first of a pair and
-    takes a `prediction`.
+    `module` and `kind`: the module in `specdec.proposers` and its class. `argument`: the name of the argument after a
+    colon, "N" for a number, None for no argument. `copies`: it copies from the text, so it may be the first of a pair
+    and takes a `prediction`.
     """
 
     module: str
@@ -146,7 +146,7 @@ class DraftWord(NamedTuple):
         return argument.isdecimal() if self.argument == "N" else bool(argument)
 
 
-# Every word for a draft; `specdec.proposers.DRAFTS` has the classes. The first that copies is the default.
+# Every word for a draft; `specdec.proposers.DRAFTS` has the classes. The first word that copies is the default.
 DRAFT_WORDS: dict[str, DraftWord] = {
     "suffix": DraftWord("suffix", "SuffixDraft", copies=True),
     "ngram": DraftWord("ngram", "NgramDraft", copies=True),
@@ -154,8 +154,8 @@ DRAFT_WORDS: dict[str, DraftWord] = {
     "mtp": DraftWord("heads.mtp", "MtpDraft"),
 }
 # The words of drafts that copy, which may be paired with a model.
-COPYING = tuple(word for word, known in DRAFT_WORDS.items() if known.copies)
-# What a value with parts must be; pydantic would name one part only.
+COPYING = tuple(name for name, word in DRAFT_WORDS.items() if word.copies)
+# Field -> the words for its values, which have parts; pydantic would name one part only.
 EXPECTED = {
     **dict.fromkeys(
         ("bos_token_id", "eos_token_id", "decoder_start_token_id", "forced_eos_token_id"),
@@ -189,7 +189,9 @@ def is_list(value: object) -> bool:
 
 def is_whole(value: object) -> bool:
     """Whether `value` is an integer of Python, numpy or torch, not a bool."""
-    return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))  # the former is faster
+    return type(value) is int or (
+        isinstance(value, Integral) and not isinstance(value, bool)
+    )  # the first test is faster
 
 
 def check_whole(name: str, value: Any, least: int = 1) -> None:
@@ -203,8 +205,8 @@ def is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _one(value: object) -> object:
-    """A single id, also out of a list or tensor of one."""
+def _single_id(value: object) -> object:
+    """An id, or the id in a list or tensor of length 1."""
     value = plain(value)
     return value[0] if isinstance(value, list) and len(value) == 1 else value
 
@@ -216,15 +218,15 @@ def _sampling(name: str) -> str:
 
 
 def _schema(value: Any) -> Any:
-    """A JSON schema, also that of a pydantic model."""
+    """A JSON schema, or the schema of a pydantic model."""
     return value.model_json_schema() if hasattr(value, "model_json_schema") else value
 
 
 def _response_format(value: dict[str, Any]) -> dict[str, Any]:
     """OpenAI's field, with a JSON schema where its type says so."""
-    named = value.get("json_schema")
-    kinds = ("text", "json_object") if named is None else ("json_schema",)
-    schema = named.get("schema") if isinstance(named, Mapping) else named
+    wrapper = value.get("json_schema")
+    kinds = ("text", "json_object") if wrapper is None else ("json_schema",)
+    schema = wrapper.get("schema") if isinstance(wrapper, Mapping) else wrapper
     if value.get("type") not in kinds or not isinstance(schema, Mapping | None):
         raise ValueError(EXPECTED["response_format"])
     return value
@@ -242,7 +244,7 @@ def _bias(value: Any) -> Any:
 
 
 def _watermark(value: Any) -> Any:
-    """transformers' watermarking config, also from its fields, as in a config file."""
+    """transformers' watermarking config, or a config made from its fields, as in a file."""
     if isinstance(value, Mapping):
         from transformers import SynthIDTextWatermarkingConfig, WatermarkingConfig
 
@@ -262,7 +264,7 @@ Count = Annotated[Whole, Field(ge=0)]
 Positive = Annotated[Whole, Field(ge=1)]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False), BeforeValidator(plain)]
 Share = Annotated[Number, Field(ge=0, le=1)]
-TokenId = Annotated[int, Field(strict=True, ge=0), BeforeValidator(_one)]
+TokenId = Annotated[int, Field(strict=True, ge=0), BeforeValidator(_single_id)]
 IdList = Annotated[list[Whole], BeforeValidator(plain)]
 TokenIds = Whole | IdList | None
 Text = Annotated[str, Field(min_length=1)]

@@ -33,21 +33,21 @@ from specdec.options.fields import (
 
 FORMS = ("response_format", "guided_json", "guided_regex", "guided_grammar", "guided_choice")
 """The options that set the form of the answer; they exclude one another."""
-_STACK, _STACKS = 2**28, threading.Lock()  # bytes, of which only those that are used take memory
+_STACK_BYTES, _STACK_LOCK = 2**28, threading.Lock()  # bytes of addresses: a thread takes memory as it uses them
 T = TypeVar("T")
-One = TypeVar("One", int, str)
+Item = TypeVar("Item", int, str)
 
 
 @dataclass(frozen=True)
 class Form:
-    """The form of an answer: a kind of grammar, its source, and the option or the request's field that has it."""
+    """The form of an answer: a kind of grammar, its source, and the option or the request's field that sets it."""
 
     kind: str  # json, regex, grammar, choice
     source: Any
     field: str
 
     def compiled(self) -> str:
-        """llguidance's grammar; raises OptionError for an invalid one, UnsupportedError without llguidance."""
+        """llguidance's grammar; raises OptionError if the source is invalid, UnsupportedError without llguidance."""
         try:
             from llguidance import LLMatcher
         except ImportError:
@@ -65,17 +65,17 @@ class Form:
             schema = self.source if isinstance(self.source, str) else json.dumps(self.source)
             return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_flexible": False})
         except (TypeError, ValueError, RecursionError) as error:
-            raise self.wrong(str(error)) from None
+            raise self.error(str(error)) from None
 
     def check(self) -> None:
-        """Raises as `compiled`, and OptionError for what llguidance would refuse with a vocabulary."""
+        """Raises as `compiled`, and OptionError for a grammar that llguidance would refuse with a vocabulary."""
         compiled = self.compiled()
         from llguidance import LLMatcher
 
         if message := deeply(lambda: LLMatcher.validate_grammar(compiled)):
-            raise self.wrong(message)
+            raise self.error(message)
 
-    def wrong(self, message: str) -> OptionError:
+    def error(self, message: str) -> OptionError:
         """llguidance's message as an OptionError, without the grammar around a regular expression."""
         if self.kind == "regex":
             message = message.partition("\n   1 |")[0].rpartition("error: ")[2]
@@ -83,19 +83,19 @@ class Form:
 
 
 def deeply(function: Callable[[], T]) -> T:
-    """The function's result, from a thread with a large stack: llguidance needs some of it for each rule in a row."""
+    """The function's result, from a thread with a large stack, as llguidance needs some for each rule in a row."""
     with ThreadPoolExecutor(1) as thread:
-        with _STACKS:  # the size is that of all threads that begin
-            usual = threading.stack_size(_STACK)
+        with _STACK_LOCK:  # the size holds for every thread that begins meanwhile
+            usual_bytes = threading.stack_size(_STACK_BYTES)
             try:
                 result = thread.submit(function)
             finally:
-                threading.stack_size(usual)
+                threading.stack_size(usual_bytes)
         return result.result()
 
 
 class Options(BaseModel):
-    """What one call of `generate` does: processors, strategy, schedule and criteria are made from it."""
+    """The options of one call of `generate`, from which its processors, strategy, schedule and criteria are made."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
 
@@ -188,14 +188,14 @@ class Options(BaseModel):
     def form(self) -> Form | None:
         """The form of the answer, None for any text; raises OptionError where two options set it."""
         sources = {name: getattr(self, name) for name in FORMS}
-        if (asked := self.response_format) is not None:  # OpenAI's field: by default any object
-            schema = (asked.get("json_schema") or {}).get("schema")
-            sources[FORMS[0]] = None if asked["type"] == "text" else {"type": "object"} if schema is None else schema
-        found = [name for name, source in sources.items() if source is not None]
-        if len(found) > 1:
-            raise OptionError(f"`{found[0]}` and `{found[1]}` each set the form of the answer: pass one of them")
+        if (field := self.response_format) is not None:  # OpenAI's field: by default any object
+            schema = (field.get("json_schema") or {}).get("schema")
+            sources[FORMS[0]] = None if field["type"] == "text" else {"type": "object"} if schema is None else schema
+        names = [name for name, source in sources.items() if source is not None]
+        if len(names) > 1:
+            raise OptionError(f"`{names[0]}` and `{names[1]}` each set the form of the answer: pass one of them")
         kinds = {FORMS[0]: "json", **{name: name.removeprefix("guided_") for name in FORMS[1:]}}
-        return Form(kinds[found[0]], sources[found[0]], found[0]) if found else None
+        return Form(kinds[names[0]], sources[names[0]], names[0]) if names else None
 
     @property
     def copies(self) -> int:
@@ -220,19 +220,19 @@ class Options(BaseModel):
 
     @property
     def eos_ids(self) -> list[int]:
-        return listed(self.eos_token_id)
+        return to_list(self.eos_token_id)
 
     @property
     def cut_before(self) -> list[str]:
-        """The strings before which texts are cut; none where texts keep them, as by default, like transformers'."""
-        return [] if self.include_stop_str_in_output is not False else listed(self.stop_strings)
+        """The strings before which texts are cut; none where texts keep them, as by default and in transformers."""
+        return [] if self.include_stop_str_in_output is not False else to_list(self.stop_strings)
 
     @property
     def start_ids(self) -> list[int]:
-        """The first decoder id of an encoder-decoder model: one for all rows, or one each."""
-        return listed(self.decoder_start_token_id if self.decoder_start_token_id is not None else self.bos_token_id)
+        """The first decoder ids of an encoder-decoder model: one id for all rows, or an id for each row."""
+        return to_list(self.decoder_start_token_id if self.decoder_start_token_id is not None else self.bos_token_id)
 
 
-def listed(value: One | list[One] | None) -> list[One]:
+def to_list(value: Item | list[Item] | None) -> list[Item]:
     """None, one id or text, or several, as a list."""
     return [] if value is None else [value] if isinstance(value, int | str) else list(value)

@@ -17,9 +17,9 @@ BACKENDS = ("auto", "eager", "packed")
 PASSES = ("backend", "exactness")
 """Options that also apply to models that are already loaded."""
 EXACTNESS = ("auto", "strict")
-"""What is promised: as much as the dtype allows, or texts equal bit for bit."""
+"""The promise: texts are equal as far as the dtype allows, or bit for bit."""
 ACTIVATIONS = ("auto", "float")
-"""What packed integers are multiplied by: rows in 8 bits, or rows as they are."""
+"""The rows that multiply packed integers: rounded to 8 bits, or as they are."""
 _BY_HAND = "load the model with transformers and pass it, `SpecGenerator(model, tokenizer=tokenizer)`"
 # transformers' argument that has another name here, or none -> the way out.
 FOREIGN = {
@@ -28,8 +28,7 @@ FOREIGN = {
     "load_in_4bit": "pass `quantization='nf4'`",
     "tp_plan": "`device_map='auto'` places whole layers on several devices",
     **dict.fromkeys(
-        ("attn_implementation", "cache_dir", "force_download", "quantization_config", "subfolder", "token"),
-        _BY_HAND,
+        ("attn_implementation", "cache_dir", "force_download", "quantization_config", "subfolder", "token"), _BY_HAND
     ),
 }
 
@@ -39,7 +38,8 @@ class Quantization:
     """A way to quantize, as it is known before torch is loaded.
 
     `kind`: a `Quantizer` class, or "module:Class" in `specdec.models.loading`, which is imported when it is used.
-    `package`: what it needs; `install`: the argument of `pip install` for it. `offloads`: it works with `offload`.
+    `package`: the package that it needs; `install`: the argument of `pip install` for the package. `offloads`: it works
+    with `offload`.
     """
 
     kind: str | type[Any]
@@ -58,7 +58,7 @@ QUANTIZATIONS: dict[str, Quantization] = {
 }
 """Every quantization by its name."""
 AUTO, NONE = "auto", "none"
-"""Words beside these: a draft in few bits where that makes it faster, and weights as they are stored."""
+"""Words beside the names: a draft in few bits where that makes it faster, and weights as they are stored."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,15 +66,15 @@ class Loading:
     """How a checkpoint is loaded; the defaults leave it as it is.
 
     `dtype`: a name, a torch.dtype, or "auto": the checkpoint's, but float32 for float16 weights on a CPU, where float16
-    is at least twice as slow, and for speech bfloat16 and 8 bits where these are faster. `quantization`: a name in
+    is at least twice as slow, and for speech bfloat16 and 8 bits where they are faster. `quantization`: a name in
     `QUANTIZATIONS`; "auto", which drafts have by default: 4 or 8 bits for a large draft on a CPU, whose rounding
     changes no text; "none". `gguf_file`: its name in the folder or repository. `device_map`, `max_memory` (bytes or
     text like "2GiB"), `revision`, `trust_remote_code`: as in transformers. `offload`: weights stay in memory ("cpu") or
-    on "disk" and are read in every pass, all or with `max_memory` those that do not fit; `offload_folder`: for weights
-    that must be rewritten, by default a temporary one. `backend`: "eager" layers, "packed" weights in the order in
-    which short passes on a CPU read them, or "auto", which measures. `activations`="float"
-    multiplies packed integers by rows as they are, not rounded to 8 bits. `exactness`="strict" promises the text of
-    plain decoding bit for bit, with any draft and beside any calls, and is verified.
+    on "disk" and are read in every pass, all weights or, with `max_memory`, the weights that do not fit;
+    `offload_folder`: for weights that must be rewritten, by default a temporary folder. `backend`: "eager" layers,
+    "packed" weights in the order in which short passes on a CPU read them, or "auto", which measures.
+    `activations`="float" multiplies packed integers by rows as they are, not rounded to 8 bits. `exactness`="strict"
+    promises the text of plain decoding bit for bit, with any draft and beside any calls, and is verified.
 
     Raises OptionError for unknown values, and for fields that contradict one another or lack another.
     """
@@ -97,9 +97,9 @@ class Loading:
             object.__setattr__(self, "quantization", None)
         words = {"quantization": (*QUANTIZATIONS, AUTO, NONE), "offload": OFFLOADS, "backend": BACKENDS}
         words |= {"exactness": EXACTNESS, "activations": ACTIVATIONS}
-        for name, known in words.items():
-            if getattr(self, name) not in (None, *known):
-                raise OptionError.of(name, f"one of {', '.join(known)}", getattr(self, name))
+        for name, choices in words.items():
+            if getattr(self, name) not in (None, *choices):
+                raise OptionError.of(name, f"one of {', '.join(choices)}", getattr(self, name))
         is_dtype = str(type(self.dtype)) == "<class 'torch.dtype'>"  # torch is not imported here
         if not (self.dtype in DTYPES if isinstance(self.dtype, str) else is_dtype):
             raise OptionError.of("dtype", f"a torch.dtype or one of {', '.join(DTYPES)}", self.dtype)
@@ -111,17 +111,17 @@ class Loading:
             self._check_gguf()
         if self.offload is not None and self.device_map is not None:
             raise OptionError("`device_map` and `offload` both place the weights: pass one of them")
-        placed = self.offload is not None or self.device_map is not None
-        if self.max_memory is not None and not placed:
+        has_places = self.offload is not None or self.device_map is not None
+        if self.max_memory is not None and not has_places:
             raise OptionError("`max_memory` limits `offload` or `device_map`: pass one of them too")
-        if self.offload_folder is not None and (self.offload == "cpu" or not placed):
+        if self.offload_folder is not None and (self.offload == "cpu" or not has_places):
             raise OptionError("`offload_folder` is for weights on disk: pass `offload='disk'` too")
         entry = QUANTIZATIONS.get(self.quantization or "")
         if self.offload is not None and entry is not None and not entry.offloads:
-            others = ", ".join(repr(name) for name, kind in QUANTIZATIONS.items() if kind.offloads)
+            names = ", ".join(repr(name) for name, kind in QUANTIZATIONS.items() if kind.offloads)
             raise OptionError(
                 f"`quantization`={self.quantization!r} and `offload` do not go together, as such weights stay in "
-                f"memory: use {others}, or leave out one of them"
+                f"memory: use {names}, or leave out one of them"
             )
 
     def _check_gguf(self) -> None:
@@ -146,12 +146,11 @@ class Loading:
         """
         if foreign := [name for name in options if name in FOREIGN and options[name] is not None]:
             raise UnsupportedError(f"`{foreign[0]}` is no loading option of specdec: {FOREIGN[foreign[0]]}")
-        own = {name: value for name, value in options.items() if name in NAMES}
-        given = {name: value for name, value in own.items() if value is not None}
-        return cls(**given), {name: value for name, value in options.items() if name not in own}
+        values = {name: value for name, value in options.items() if name in NAMES and value is not None}
+        return cls(**values), {name: value for name, value in options.items() if name not in NAMES}
 
     @property
-    def given(self) -> dict[str, Any]:
+    def changes(self) -> dict[str, Any]:
         """The fields that differ from their defaults."""
         return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) != f.default}
 
@@ -177,14 +176,14 @@ class Loading:
         # A draft is loaded first: "auto" finds its device still free.
         whole = not isinstance(self.device_map, Mapping) or self.device_map.keys() == {""}
         place = self.device_map if self.offload is None and whole else "auto"
-        taken = {
+        defaults = {
             "dtype": self.dtype,
             "backend": self.backend,
             "trust_remote_code": self.trust_remote_code,
             "device_map": place,
             "quantization": AUTO,
         }
-        return Loading(**{**taken, **options})
+        return Loading(**{**defaults, **options})
 
 
 NAMES = tuple(field.name for field in fields(Loading))
@@ -192,8 +191,8 @@ NAMES = tuple(field.name for field in fields(Loading))
 
 def check_loaded(kind: str, options: Mapping[str, Any]) -> None:
     """Raises OptionError for options of loading passed to the class `kind`, whose model is loaded already."""
-    of_loading = {*NAMES, "draft_options"} - {"backend", "exactness"}
-    if early := [name for name in options if name in of_loading]:
+    loading_options = {*NAMES, "draft_options"} - {"backend", "exactness"}
+    if early := [name for name in options if name in loading_options]:
         raise OptionError(f"`{early[0]}` is an option of loading: pass it to {kind}.from_pretrained")
 
 

@@ -15,11 +15,11 @@ def versions() -> dict[str, str]:
     """Versions of specdec, Python, and the installed libraries that affect results and speed."""
     from specdec import __version__
 
-    found = {"specdec": __version__, "python": platform.python_version()}
+    releases = {"specdec": __version__, "python": platform.python_version()}
     for name in _PACKAGES:
         with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
+            releases[name] = version(name)
+    return releases
 
 
 def commit() -> str | None:

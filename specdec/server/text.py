@@ -21,7 +21,7 @@ from specdec.generator.inputs.pictures import PIXELS, has_template
 from specdec.generator.inputs.prompts import read_messages
 from specdec.generator.job import Delta, Job
 from specdec.generator.tokenizers import Detokenizer, Spelling, decode
-from specdec.options.generate import Form, listed
+from specdec.options.generate import Form, to_list
 from specdec.options.resolve import refusing
 from specdec.proposers import HybridDraft, SuffixDraft
 from specdec.server.errors import ApiError
@@ -113,7 +113,7 @@ class TextModel:
             LOG.warning("`context` %d of the model %r is more than it has: %d tokens", context, name, self.context)
         self.chats = has_template(self.tokenizer, self.generator.processor)
         defaults = generator.options()
-        self._ends, self._stops, self._beams = defaults.eos_ids, listed(defaults.stop_strings), defaults.num_beams
+        self._ends, self._stops, self._beams = defaults.eos_ids, to_list(defaults.stop_strings), defaults.num_beams
         self._drawing = {name: value for name, value in EVERYTHING.items() if name not in defaults.model_fields_set}
 
     def warm_up(self) -> None:
@@ -164,7 +164,7 @@ class TextModel:
             inputs = {"input_ids": [ids]}
         if not len(inputs["input_ids"][0]):
             bos = self.generator.target.model.generation_config.bos_token_id
-            return {"input_ids": [listed(bos)[:1] or [0]]}
+            return {"input_ids": [to_list(bos)[:1] or [0]]}
         return inputs
 
     @cached_property

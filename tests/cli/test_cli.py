@@ -165,7 +165,7 @@ def test_lines_while_weights_are_brought_in(
         source = str(tmp_path / "packed")
     elif kind == "gguf":
         source = saved_gguf(tmp_path / "a.gguf")
-    monkeypatch.setattr("specdec.cli.terminal._SIGN", -1.0)
+    monkeypatch.setattr("specdec.cli.terminal._SECONDS", -1.0)
     capsys.readouterr()
     with loading("loading it"):
         load_model(source, rounded if kind == "rounded" else None)
@@ -637,11 +637,11 @@ def test_an_interrupted_call_tells_what_it_has(generate: Any, monkeypatch: pytes
     """Ctrl-C ends the text after the next token: JSON is complete and says so, the exit code is 130."""
 
     def soon(self: Interrupt, input_ids: torch.Tensor, scores: Any, **_: Any) -> bool:
-        if input_ids.shape[1] >= len("def f") + 3 and not self.asked:
+        if input_ids.shape[1] >= len("def f") + 3 and not self.is_set:
             os.kill(os.getpid(), signal.SIGINT)
-            while not self.asked:  # until the handler has run: a second signal would end the program
+            while not self.is_set:  # until the handler has run: a second signal would end the program
                 time.sleep(0.001)
-        return self.asked
+        return self.is_set
 
     monkeypatch.setattr(Interrupt, "__call__", soon)
     handler = signal.getsignal(signal.SIGINT)
@@ -652,9 +652,9 @@ def test_an_interrupted_call_tells_what_it_has(generate: Any, monkeypatch: pytes
     assert len(result["token_ids"][0]) == 3
     assert signal.getsignal(signal.SIGINT) is handler
     twice = Interrupt()
-    twice.ask()
+    twice.set()
     with pytest.raises(KeyboardInterrupt):
-        twice.ask()
+        twice.set()
     assert generate(*NEW, code=130) == (result["texts"][0] + "\n", "interrupted\n")
 
 

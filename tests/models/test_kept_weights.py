@@ -299,19 +299,19 @@ def test_a_lock_that_is_held(source: str, root: Path) -> None:
     assert not folders(root)
 
 
-@pytest.mark.parametrize("patience", [0.0, 60.0])
+@pytest.mark.parametrize("seconds", [0.0, 60.0])
 @INFO
 def test_the_end_of_a_program(
-    patience: float, source: str, root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    seconds: float, source: str, root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It waits some seconds, and leaves no half of a folder. (It waited until gigabytes were written.)"""
-    monkeypatch.setattr(kept_weights, "_PATIENCE", patience)
+    monkeypatch.setattr(kept_weights, "_EXIT_SECONDS", seconds)
     ended = threading.Thread(target=int)
     with monkeypatch.context() as patch:
         patch.setattr(kept_weights.threading, "main_thread", lambda: ended)
         load(source, **EIGHT)
-    assert len(folders(root)) == bool(patience)
-    assert ("packed weights are not kept: the program ended before" in caplog.text) == (not patience)
+    assert len(folders(root)) == bool(seconds)
+    assert ("packed weights are not kept: the program ended before" in caplog.text) == (not seconds)
     assert not list(root.glob("*.part"))
 
 

@@ -89,7 +89,7 @@ def test_weights_are_rounded_as_they_are_stored(
     narrow, convert = list[torch.dtype](), WeightOnly.convert
 
     def noting(self: WeightOnly, model: Any) -> None:
-        narrow.extend(model.get_submodule(layer).weight.dtype for layer in self._wanted(model))
+        narrow.extend(model.get_submodule(layer).weight.dtype for layer in self._linear_names(model))
         convert(self, model)
 
     monkeypatch.setattr(WeightOnly, "convert", noting)

@@ -40,7 +40,7 @@ class Grammar:
         self._form, self._begin = form, 0
         first = deeply(lambda: LLMatcher(vocabulary, compiled, log_level=0))
         if first.is_error():
-            raise form.wrong(first.get_error())
+            raise form.error(first.get_error())
         self._matchers = [_Follower(first)]
         self._ends = torch.tensor(vocabulary.eos_tokens)
         self.follows: Sequence[int] = ()

@@ -1,4 +1,4 @@
-"""Rows of token ids as a caller gives them, checked and without padding."""
+"""Rows of token ids from a caller, checked and without padding."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ MASKS = {
 
 
 class Ids(NamedTuple):
-    """Rows of ids: as `given`, without padding (`kept`), and the `mask` of which given ids were kept."""
+    """A caller's `rows` of ids, the rows without padding (`unpadded`), and the `mask` of ids that are no padding."""
 
-    given: list[list[int]]
-    kept: list[list[int]]
+    rows: list[list[int]]
+    unpadded: list[list[int]]
     mask: list[list[bool]]
     is_text: bool = False
 
 
-def read_ids(name: str, value: Any, given: Mapping[str, Any], size: int | None, pad: int | None = None) -> Ids:
-    """Rows of ids from rows, one row, or a tensor `[rows, length]`; their mask, or else `pad`, marks padding.
+def read_ids(name: str, value: Any, inputs: Mapping[str, Any], size: int | None, pad: int | None = None) -> Ids:
+    """Rows of ids from rows, one row, or a tensor `[rows, length]`; their mask in `inputs`, or `pad`, marks padding.
 
     `size`: how many ids the side of the target has that reads these rows; None if it reads any.
     """
@@ -40,12 +40,12 @@ def read_ids(name: str, value: Any, given: Mapping[str, Any], size: int | None, 
     if not rows:
         raise OptionError(f"`{name}` is empty: pass at least one row")
     rows = [list(map(int, row)) for row in rows]
-    mask = given.get(MASKS.get(name, ""))
+    mask = inputs.get(MASKS.get(name, ""))
     keep = [[token != pad for token in row] for row in rows]
     if mask is not None:
         keep = read_mask(mask, list(map(len, rows)), MASKS[name])
-    kept = [list(itertools.compress(row, kept)) for row, kept in zip(rows, keep, strict=True)]
-    for r, row in enumerate(kept):
+    unpadded = [list(itertools.compress(row, flags)) for row, flags in zip(rows, keep, strict=True)]
+    for r, row in enumerate(unpadded):
         if not row:
             raise OptionError(f"row {r} of `{name}` is empty: pass at least one token, for example the bos id")
         most = math.inf if size is None else size
@@ -56,7 +56,7 @@ def read_ids(name: str, value: Any, given: Mapping[str, Any], size: int | None, 
                 f"row {r} of `{name}` holds token {wrong}, but the target knows {ids} there: "
                 "was it encoded by another tokenizer?"
             )
-    return Ids(rows, kept, keep)
+    return Ids(rows, unpadded, keep)
 
 
 def _lists(value: Any) -> list[Any] | None:
@@ -69,7 +69,7 @@ def _lists(value: Any) -> list[Any] | None:
 
 
 def read_mask(mask: Any, lengths: list[int], name: str) -> list[list[bool]]:
-    """The mask of rows of these `lengths`; without one, all tokens count."""
+    """The mask of rows of these `lengths`; without a mask, all tokens count."""
     rows = [[1] * length for length in lengths] if mask is None else _lists(mask)
     if rows is None or list(map(len, rows)) != lengths or any(map(is_list, itertools.chain(*rows))):
         got = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__

@@ -33,17 +33,17 @@ def has_pictures(messages: Any) -> bool:
 def with_pictures(
     messages: Any, processor: Any, *, fetch: bool = False, pixels: int = PIXELS, **template: Any
 ) -> dict[str, Any]:
-    """The model's inputs for conversations with pictures: ids with their mask, and what the processor makes beside.
+    """The model's inputs for conversations with pictures: ids, their mask, and the processor's other tensors.
 
     A picture is a part `{"type": "image", "image": …}` of a message's content: a path, a PIL image, a data URL, or with
     `fetch` any URL; of at most `pixels` pixels. `template`: arguments of the chat template. Raises OptionError for
-    pictures that cannot be opened, and for what the template refuses.
+    pictures that cannot be opened, and for messages that the template refuses.
     """
     if processor is None:
         raise OptionError("pictures in `messages` need the model's processor: pass it to SpecGenerator as `tokenizer=`")
 
-    opened = partial(open_picture, fetch=fetch, pixels=pixels)
-    conversations = [[_opened(message, opened) for message in one] for one in _conversations(messages)]
+    read = partial(open_picture, fetch=fetch, pixels=pixels)
+    conversations = [[_with_open_pictures(message, read) for message in c] for c in _conversations(messages)]
     how: dict[str, Any] = {"padding": True} if len(conversations) > 1 else {}
     how |= {"add_generation_prompt": True, "tokenize": True, "return_dict": True, "return_tensors": "pt", **template}
     try:
@@ -54,22 +54,22 @@ def with_pictures(
 
 def has_template(tokenizer: Any, processor: Any) -> bool:
     """Whether the model has a chat template, the tokenizer's or the processor's."""
-    return any(getattr(one, "chat_template", None) for one in (tokenizer, processor))
+    return any(getattr(reader, "chat_template", None) for reader in (tokenizer, processor))
 
 
 def chat_ids(conversation: Any, tokenizer: Any, processor: Any, **template: Any) -> list[int]:
-    """The ids of a conversation of text alone; a processor's template takes texts in parts, and loses others."""
+    """The ids of a conversation of text alone; a processor's template takes texts in parts, and loses other texts."""
     if getattr(processor, "chat_template", None) is None:
         text = tokenizer.apply_chat_template(conversation, **{**template, "tokenize": False})
         return ids_of(tokenizer, text, add_special_tokens=False)
-    found: list[int] = with_pictures(conversation, processor, **template)["input_ids"][0].tolist()
-    return found
+    ids: list[int] = with_pictures(conversation, processor, **template)["input_ids"][0].tolist()
+    return ids
 
 
 def open_picture(source: Any, *, fetch: bool = False, pixels: int = PIXELS) -> Any:
     """A picture as a PIL image in RGB, from an image, a path, a data URL, or with `fetch` any URL.
 
-    Raises OptionError for what is none, for broken files, and before decoding for more than `pixels` pixels.
+    Raises OptionError for a value that is no picture, for broken files, and before decoding for more than `pixels`.
     """
     try:
         from PIL import Image, ImageOps, UnidentifiedImageError
@@ -95,7 +95,7 @@ def open_picture(source: Any, *, fetch: bool = False, pixels: int = PIXELS) -> A
 
 
 def _file(source: str, fetch: bool) -> Any:
-    """What Pillow opens: a path, or the bytes of a URL."""
+    """The path, or the bytes of the URL, that Pillow opens."""
     if source.startswith("data:"):
         head, comma, body = source.partition(",")
         if not comma or not head.endswith(";base64"):
@@ -116,8 +116,9 @@ def _file(source: str, fetch: bool) -> Any:
 
 
 def _conversations(messages: Any) -> list[Any]:
-    known = isinstance(messages, Sequence) and len(messages)
-    return [] if not known else [messages] if isinstance(messages[0], Mapping) else list(messages)
+    if not isinstance(messages, Sequence) or not messages:
+        return []
+    return [messages] if isinstance(messages[0], Mapping) else list(messages)
 
 
 def _parts(conversation: Any) -> Iterator[Mapping[str, Any]]:
@@ -129,20 +130,18 @@ def _parts(conversation: Any) -> Iterator[Mapping[str, Any]]:
         )
 
 
-def _opened(message: Any, opened: Callable[[Any], Any]) -> Any:
+def _with_open_pictures(message: Any, read: Callable[[Any], Any]) -> Any:
     """A message with its pictures opened, and all its content in parts, as templates of models that see expect."""
     content = message.get("content") if isinstance(message, Mapping) else None
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    return (
-        {**message, "content": [_part(part, opened) for part in parts]} if isinstance(parts, list | tuple) else message
-    )
+    return {**message, "content": [_part(part, read) for part in parts]} if isinstance(parts, list | tuple) else message
 
 
-def _part(part: Any, opened: Callable[[Any], Any]) -> Any:
+def _part(part: Any, read: Callable[[Any], Any]) -> Any:
     if not isinstance(part, Mapping) or part.get("type") not in _KINDS:
         return part
     names = [name for name in ("image", "image_url", "path", "url") if name in part]
     if len(names) != 1:
         raise OptionError.of("image", "one picture in a part of type 'image'", sorted(part))
-    found = part[names[0]]
-    return {"type": "image", "image": opened(found.get("url") if isinstance(found, Mapping) else found)}
+    source = part[names[0]]
+    return {"type": "image", "image": read(source.get("url") if isinstance(source, Mapping) else source)}

@@ -8,7 +8,7 @@
             ...                             # `converted(reader.tensors[name], part)`: its floats
     model.tie_weights()
 
-`read_model` is all of it. What is not known is an error that names it.
+`read_model` does all of it. A key or a tensor that is not known raises an error that names it.
 """
 
 from specdec.models.gguf.config import read_config
@@ -16,12 +16,4 @@ from specdec.models.gguf.reader import GgufReader, floats
 from specdec.models.gguf.tensors import tensor_map
 from specdec.models.gguf.weights import converted, empty_model, read_model
 
-__all__ = [
-    "GgufReader",
-    "converted",
-    "empty_model",
-    "floats",
-    "read_config",
-    "read_model",
-    "tensor_map",
-]
+__all__ = ["GgufReader", "converted", "empty_model", "floats", "read_config", "read_model", "tensor_map"]

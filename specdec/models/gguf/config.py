@@ -47,7 +47,7 @@ def _common(header: Header) -> dict[str, Any]:
     width, heads = header.need("embedding_length"), header.number("attention.head_count")
     head = header.number("attention.key_length", width // heads)
     if (values := header.number("attention.value_length", head)) != head:
-        raise header.refused("attention.value_length", values, f"keys have {head} values: heads of two sizes")
+        raise header.refusal("attention.value_length", values, f"keys have {head} values: heads of two sizes")
     header.get("vocab_size")  # the embedding's rows count
     ids = special_ids(header.reader)
     embedding, head_weight = header.tensor("token_embd.weight"), header.tensor("output.weight")
@@ -72,36 +72,36 @@ def _rms(header: Header, fields: dict[str, Any]) -> None:
 
 
 def _whole_heads(header: Header, fields: dict[str, Any]) -> None:
-    """Rope parameters where all of a head turns."""
-    turned = header.number("rope.dimension_count", fields["head_dim"])
-    if turned != fields["head_dim"]:
-        raise header.refused("rope.dimension_count", turned, f"heads of {fields['head_dim']} turn whole")
+    """Sets the rope parameters of heads that turn whole."""
+    count = header.number("rope.dimension_count", fields["head_dim"])
+    if count != fields["head_dim"]:
+        raise header.refusal("rope.dimension_count", count, f"heads of {fields['head_dim']} turn whole")
     fields["rope_parameters"] = rope_parameters(header)
 
 
 def _parts_of_heads(header: Header, fields: dict[str, Any]) -> None:
-    """Rope parameters where the first values of a head turn."""
-    turned = header.number("rope.dimension_count", fields["head_dim"])
-    share = turned / fields["head_dim"]
-    while int(fields["head_dim"] * share) < turned:  # transformers rounds the product down
+    """Sets the rope parameters of heads whose first values turn."""
+    count = header.number("rope.dimension_count", fields["head_dim"])
+    share = count / fields["head_dim"]
+    while int(fields["head_dim"] * share) < count:  # transformers rounds the product down
         share = math.nextafter(share, 2.0)
     fields["rope_parameters"] = rope_parameters(header) | {"partial_rotary_factor": share}
 
 
 def _one_base(header: Header, fields: dict[str, Any]) -> None:
     base = fields["rope_parameters"]["rope_theta"]
-    if (slides := header.get("rope.freq_base_swa", base)) != base:
-        raise header.refused("rope.freq_base_swa", slides, f"all layers turn with the base {base}")
+    if (window_base := header.get("rope.freq_base_swa", base)) != base:
+        raise header.refusal("rope.freq_base_swa", window_base, f"all layers turn with the base {base}")
 
 
 def _two_bases(header: Header, fields: dict[str, Any], base: float) -> None:
-    """Rope parameters where layers that see a window turn with another base, by default this one, and unscaled."""
-    slides = {"rope_type": "default", "rope_theta": float(header.get("rope.freq_base_swa", base))}
-    fields["rope_parameters"] = {"full_attention": fields["rope_parameters"], "sliding_attention": slides}
+    """Sets unscaled rope parameters for layers that see a window; their base is the file's, else `base`."""
+    window = {"rope_type": "default", "rope_theta": float(header.get("rope.freq_base_swa", base))}
+    fields["rope_parameters"] = {"full_attention": fields["rope_parameters"], "sliding_attention": window}
 
 
 def _biases(header: Header, fields: dict[str, Any]) -> None:
-    fields["attention_bias"] = any(_has(header, f"attn_{which}.bias") for which in ("q", "qkv", "output"))
+    fields["attention_bias"] = any(_has(header, f"attn_{part}.bias") for part in ("q", "qkv", "output"))
 
 
 def _wide_biases(header: Header, fields: dict[str, Any]) -> None:
@@ -118,13 +118,13 @@ def _window(header: Header, fields: dict[str, Any]) -> None:
 
 
 def _windows(header: Header, fields: dict[str, Any], every: int, default: int | None = None) -> None:
-    """Layers that see a window, and each `every`th that sees all."""
+    """Sets which layers see a window; each `every`th layer sees all positions."""
     fields["sliding_window"] = header.get("attention.sliding_window", default) or None
     pattern, layers = header.get("attention.sliding_window_pattern", every), fields["num_hidden_layers"]
     if not isinstance(pattern, np.ndarray):
         pattern = [pattern == 0 or layer % pattern < pattern - 1 for layer in range(layers)]
-    slides = [bool(one) and fields["sliding_window"] is not None for one in pattern[:layers]]
-    fields["layer_types"] = ["sliding_attention" if one else "full_attention" for one in slides]
+    slides = [bool(flag) and fields["sliding_window"] is not None for flag in pattern[:layers]]
+    fields["layer_types"] = ["sliding_attention" if flag else "full_attention" for flag in slides]
 
 
 def _llama(header: Header, fields: dict[str, Any]) -> str | None:
@@ -145,10 +145,10 @@ def _experts(header: Header, fields: dict[str, Any], count: str = "num_experts")
     header.get("expert_feed_forward_length")  # the tensor's rows count
     down = header.tensor("blk.0.ffn_down_exps.weight")
     if down is None:
-        raise header.refused("expert_count", fields[count], "the file has no tensor ffn_down_exps of all experts")
+        raise header.refusal("expert_count", fields[count], "the file has no tensor ffn_down_exps of all experts")
     fields["moe_intermediate_size" if count == "num_experts" else "intermediate_size"] = int(down.shape[0])
     if (gate := header.get("expert_gating_func", 1)) not in (0, 1):
-        raise header.refused("expert_gating_func", gate, "only 1, a softmax over all experts, is computed")
+        raise header.refusal("expert_gating_func", gate, "only 1, a softmax over all experts, is computed")
 
 
 def _qwen2moe(header: Header, fields: dict[str, Any]) -> None:
@@ -195,7 +195,7 @@ def _smollm3(header: Header, fields: dict[str, Any]) -> None:
 
 def _granite(header: Header, fields: dict[str, Any]) -> None:
     if header.get("rope.scaling.finetuned") is False:  # here a switch for all turning
-        raise header.refused("rope.scaling.finetuned", False, "Granite without rotary positions is not computed")
+        raise header.refusal("rope.scaling.finetuned", False, "Granite without rotary positions is not computed")
     fields |= {
         "attention_multiplier": float(header.get("attention.scale") or 1 / math.sqrt(fields["head_dim"])),
         "embedding_multiplier": float(header.get("embedding_scale") or 1.0),
@@ -260,5 +260,5 @@ ARCHITECTURES: dict[str, tuple[str, tuple[Step, ...]]] = {
     "stablelm": ("StableLm", (_parts_of_heads, _stablelm)),
     "starcoder2": ("Starcoder2", (_whole_heads, _window, _starcoder2)),
 }
-"""What is read here, by the name in the file: a class of transformers, and what sets the fields of its config beside
-those of every architecture; a step that returns a name chooses another class."""
+"""An architecture's name in the file -> a class of transformers, and the steps that set fields of its config beside the
+fields of `_common`; a step that returns a name chooses another class."""

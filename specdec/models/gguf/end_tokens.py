@@ -16,7 +16,7 @@ _ENDS = (
     *("<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>", "<eos>"),
     *("<end_of_utterance>", "<turn|>", "<|tool_response>", "<｜end▁of▁sentence｜>", "[e~["),
 )
-# Of filling in the middle: key of the file -> texts, of which the first that exists counts without the key.
+# Tokens for filling in the middle: the file's key -> texts; without the key, the first text that exists counts.
 _MIDDLE: dict[str, tuple[str, ...]] = {
     "fim_pre_token_id": (
         *("<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<｜fim▁begin｜>", "<PRE>", "▁<PRE>", "<|code_prefix|>"),
@@ -35,7 +35,7 @@ _MIDDLE: dict[str, tuple[str, ...]] = {
     "fim_sep_token_id": ("<|file_sep|>",),
 }
 _MIDDLE_ENDS = ("fim_pad_token_id", "fim_rep_token_id", "fim_sep_token_id")
-# Without keys: beginning, end, unknown, padding.
+# Ids where the file has no keys: beginning, end, unknown, padding.
 _DEFAULTS: dict[str, tuple[int | None, ...]] = {
     "bert": (101, None, 100, 0),
     "llama": (1, 2, 0, None),
@@ -45,10 +45,10 @@ _DEFAULTS: dict[str, tuple[int | None, ...]] = {
 
 
 class SpecialIds(NamedTuple):
-    """Ids of tokens with a meaning, None for those that a file lacks.
+    """Ids of tokens with a meaning, None for a token that the file lacks.
 
-    `ends`: all that end a text, `eos` first. `control`: those whose text alone says that they are no words.
-    `turn_goes_on`: <|end|> where it ends a part of an answer, and others end the answer.
+    `ends`: all that end a text, `eos` first. `control`: tokens whose text alone says that they are no words.
+    `turn_goes_on`: <|end|> where it ends a part of an answer, and other tokens end the answer.
     """
 
     bos: int | None
@@ -66,36 +66,37 @@ def special_ids(reader: GgufReader) -> SpecialIds:
     tokens = keys.get("tokenizer.ggml.tokens") or []
     by_text = {text: number for number, text in enumerate(tokens)}
 
-    def named(key: str, default: int | None = None) -> int | None:
+    def token_id(key: str, default: int | None = None) -> int | None:
         numbers = (keys.get(f"tokenizer.ggml.{key}"), default)
-        return next((int(one) for one in numbers if one is not None and 0 <= one < len(tokens)), None)
+        return next((int(number) for number in numbers if number is not None and 0 <= number < len(tokens)), None)
 
     model = keys.get("tokenizer.ggml.model", "")
     defaults = _DEFAULTS.get(model, (None, None, None, None))
     names = ("bos_token_id", "eos_token_id", "unknown_token_id", "padding_token_id")
-    bos, eos, unknown, pad = (named(key, default) for key, default in zip(names, defaults, strict=True))
+    bos, eos, unknown, pad = (token_id(key, default) for key, default in zip(names, defaults, strict=True))
     ends = {by_text[text] for text in _ENDS if text in by_text}
-    by_key = {key: named(key) for key in _MIDDLE}
+    by_key = {key: token_id(key) for key in _MIDDLE}
     middle = {key: _first(texts, by_text) for key, texts in _MIDDLE.items() if by_key[key] is None}
-    control = ends | {one for one in middle.values() if one is not None}
-    between = ((by_key | middle)[key] for key in _MIDDLE_ENDS)
-    ends |= {one for one in (eos, named("eot_token_id"), named("eom_token_id"), *between) if one is not None}
-    kept = _goes_on(ends, by_text)
-    none = {kept} | _plain_end(by_text)
-    ordered = sorted(ends - none, key=lambda number: (number != eos, number))
-    return SpecialIds(bos, eos, unknown, pad, tuple(ordered), tuple(sorted(control - none)), kept)
+    control = ends | {number for number in middle.values() if number is not None}
+    middle_ends = ((by_key | middle)[key] for key in _MIDDLE_ENDS)
+    numbers = (eos, token_id("eot_token_id"), token_id("eom_token_id"), *middle_ends)
+    ends |= {number for number in numbers if number is not None}
+    turn_goes_on = _part_end(ends, by_text)
+    words = {turn_goes_on} | _plain_end(by_text)
+    ordered = sorted(ends - words, key=lambda number: (number != eos, number))
+    return SpecialIds(bos, eos, unknown, pad, tuple(ordered), tuple(sorted(control - words)), turn_goes_on)
 
 
 def _first(texts: tuple[str, ...], by_text: Mapping[str, int]) -> int | None:
     return next((by_text[text] for text in texts if text in by_text), None)
 
 
-def _goes_on(ends: set[int], by_text: Mapping[str, int]) -> int | None:
+def _part_end(ends: set[int], by_text: Mapping[str, int]) -> int | None:
     """<|end|> of gpt-oss and Solar, whose answers have several parts."""
-    there = {text for text, number in by_text.items() if number in ends}
-    calls = bool(there & {"<|call|>", "<|calls|>"})
-    parts = calls and bool(there & {"<|return|>", "<|flush|>"})
-    return by_text["<|end|>"] if parts and "<|end|>" in there else None
+    end_texts = {text for text, number in by_text.items() if number in ends}
+    calls = bool(end_texts & {"<|call|>", "<|calls|>"})
+    parts = calls and bool(end_texts & {"<|return|>", "<|flush|>"})
+    return by_text["<|end|>"] if parts and "<|end|>" in end_texts else None
 
 
 def _plain_end(by_text: Mapping[str, int]) -> set[int]:

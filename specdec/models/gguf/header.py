@@ -11,8 +11,8 @@ from specdec.models.gguf.reader import GgufReader, floats
 
 # Keys that say how a model was trained or stored, not what it computes.
 _HARMLESS = {"rope.scaling.finetuned", "tensor_data_layout"}
-# Keys of what an architecture may have -> the value that means that it has nothing of the kind.
-_NOTHING: dict[str, Any] = {
+# Keys of a part that an architecture may have -> the value that means that the model lacks the part.
+_ABSENT: dict[str, Any] = {
     "attention.causal": True,
     "attention.clamp_kqv": 0.0,
     "attention.max_alibi_bias": 0.0,
@@ -38,7 +38,7 @@ _NOTHING: dict[str, Any] = {
 
 
 class Header:
-    """The keys of a file that begin with its architecture's name, and what its tensors say of the shape of the model.
+    """The keys of a file that begin with its architecture's name, and its tensors, which say the model's shape.
 
     `check` raises UnsupportedError for a key that nobody asked for: each one may change what the model computes.
     """
@@ -65,9 +65,9 @@ class Header:
         """A number that is the same in all layers, where the file may have one for each layer."""
         value = self.need(name) if default is None else self.get(name, default)
         if isinstance(value, np.ndarray | list):
-            if len(several := set(np.asarray(value).tolist())) != 1:
-                raise self.refused(name, value, "layers of different shapes are not read")
-            return several.pop()
+            if len(numbers := set(np.asarray(value).tolist())) != 1:
+                raise self.refusal(name, value, "layers of different shapes are not read")
+            return numbers.pop()
         return value
 
     def tensor(self, name: str) -> Any:
@@ -79,7 +79,7 @@ class Header:
         tensor = self.tensor(name)
         return None if tensor is None else floats(tensor).tolist()
 
-    def refused(self, name: str, value: Any, reason: str) -> UnsupportedError:
+    def refusal(self, name: str, value: Any, reason: str) -> UnsupportedError:
         return UnsupportedError(
             f"{self.reader.path} says {self.architecture}.{name} = {value!r}, and {reason}: use another file, or the "
             "checkpoint in safetensors that it was made of"
@@ -92,9 +92,9 @@ class Header:
             name = key.removeprefix(prefix)
             if key == name or name in self._read or name in _HARMLESS:
                 continue
-            if name in _NOTHING and np.all(np.asarray(value) == _NOTHING[name]):
+            if name in _ABSENT and np.all(np.asarray(value) == _ABSENT[name]):
                 continue
-            raise self.refused(name, value, f"what that changes in models of {self.architecture} is not known")
+            raise self.refusal(name, value, f"what that changes in models of {self.architecture} is not known")
 
 
 def architecture_of(reader: GgufReader) -> str:

@@ -1,7 +1,7 @@
 """The container of a GGUF file: its keys as Python values, and its tensors as views into the mapped file.
 
 The package gguf has a reader too, which takes eight seconds for the vocabulary of a usual file, as it keeps every
-string's parts; this one takes a tenth of a second. Blocks and their sizes are the package's.
+string's parts; this one takes a tenth of a second. The blocks' types and sizes come from that package.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class StoredTensor:
 
 
 class GgufReader:
-    """A GGUF file: `keys`, and `tensors` by name; of a file in parts, `path` is the first, whose keys count.
+    """A GGUF file: `keys`, and `tensors` by name; where it has several parts, `path` is the first, whose keys count.
 
     Lists of numbers are numpy arrays, lists of strings are lists. Raises LoadError, which says what is wrong, for a
     broken or cut file and for parts that are missing; UnsupportedError for versions and types that nobody writes;
@@ -50,7 +50,7 @@ class GgufReader:
     """
 
     def __init__(self, path: str | PathLike[str], part: int = 0) -> None:
-        self.path, self._part, self._others = str(path), part, list[GgufReader]()
+        self.path, self._part, self._other_parts = str(path), part, list[GgufReader]()
         if not Path(path).stat().st_size:
             raise self._broken("it is empty")
         self._bytes = np.memmap(path, mode="c")  # torch takes no memory that is read-only
@@ -63,7 +63,7 @@ class GgufReader:
     def _read(self) -> None:
         magic, version, count, keys = self._unpack("<4sIQQ")
         if magic != b"GGUF":
-            raise self._broken("its first bytes are not those of a GGUF file")
+            raise self._broken("its first bytes are no GGUF file's")
         if version not in (2, 3):
             raise UnsupportedError(f"{self.path} has version {version} of GGUF, and 2 and 3 are read: convert it anew")
         self.keys: dict[str, Any] = {}
@@ -74,28 +74,28 @@ class GgufReader:
             raise OptionError(
                 f"{self.path} is part {number + 1}, and part {self._part + 1} is expected: name that file"
             )
-        described = [self._described() for _ in range(count)]
+        descriptions = [self._description() for _ in range(count)]
         alignment = int(self.keys.get("general.alignment", 32))
         start = -(-self._at // alignment) * alignment
         self.tensors: dict[str, StoredTensor] = {}
-        for tensor in described:
-            self.tensors[tensor[0]] = self._tensor(*tensor, start)
+        for description in descriptions:
+            self.tensors[description[0]] = self._tensor(*description, start)
         if self._part == 0 and self.keys.get("split.count", 1) > 1:
-            self._read_others()
+            self._read_other_parts()
 
-    def _read_others(self) -> None:
+    def _read_other_parts(self) -> None:
         """Reads the other parts, which lie beside the first under the names that llama.cpp gives them."""
         names = part_names(self.path)
-        missing = [name for name in names if not Path(name).exists()]
-        if missing or len(names) != self.keys["split.count"]:
-            lack = f"{', '.join(missing)} is missing" if missing else f"its name does not say so ({_PARTS.pattern})"
+        absent = [name for name in names if not Path(name).exists()]
+        if absent or len(names) != self.keys["split.count"]:
+            lack = f"{', '.join(absent)} is missing" if absent else f"its name does not say so ({_PARTS.pattern})"
             raise LoadError(
                 f"{self.path} is the first of {self.keys['split.count']} parts, and {lack}: put all parts into one "
                 "folder, under the names with which they were written"
             )
-        self._others = [GgufReader(name, part) for part, name in enumerate(names[1:], 1)]
-        for other in self._others:
-            self.tensors |= other.tensors
+        self._other_parts = [GgufReader(name, part) for part, name in enumerate(names[1:], 1)]
+        for reader in self._other_parts:
+            self.tensors |= reader.tensors
         if (count := self.keys.get("split.tensors.count", len(self.tensors))) != len(self.tensors):
             raise self._broken(f"its {len(names)} parts have {len(self.tensors)} tensors, and not {count}")
 
@@ -121,8 +121,8 @@ class GgufReader:
                 return self._numbers(inner, length)
             if length > len(self._raw):
                 raise IndexError("a list is longer than the file")
-            read = self._string if inner == _STRING else partial(self._value, inner)
-            return [read() for _ in range(length)]
+            item = self._string if inner == _STRING else partial(self._value, inner)
+            return [item() for _ in range(length)]
         if kind not in _NUMBERS:
             raise IndexError(f"a value has the unknown type {kind}")
         return self._numbers(kind, 1)[0].item()
@@ -135,7 +135,7 @@ class GgufReader:
         start, self._at = self._at, end
         return np.frombuffer(self._raw[start:end], dtype)
 
-    def _described(self) -> tuple[str, tuple[int, ...], int, int]:
+    def _description(self) -> tuple[str, tuple[int, ...], int, int]:
         name, (dimensions,) = self._string(), self._unpack("<I")
         if dimensions > _MOST_DIMENSIONS:
             raise IndexError(f"tensor {name} has {dimensions} dimensions")
@@ -165,24 +165,24 @@ class GgufReader:
         return StoredTensor(name, tensor_type, shape, data.reshape(*reversed(shape[1:]), last))
 
     def forget(self) -> None:
-        """Gives back the memory of what was read; it is read again from the file where it is needed."""
+        """Gives back the memory of bytes that were read; the file is read again where they are needed."""
         if advice := getattr(mmap, "MADV_DONTNEED", None):
-            for one in (self, *self._others):
-                one._bytes._mmap.madvise(advice)  # type: ignore[attr-defined]
+            for reader in (self, *self._other_parts):
+                reader._bytes._mmap.madvise(advice)  # type: ignore[attr-defined]
 
     def _broken(self, reason: str) -> LoadError:
         return LoadError(f"{self.path} is no readable GGUF file: {reason}; download or make it again")
 
 
 def part_names(path: str) -> list[str]:
-    """The names of all parts of a file by that of the first; of a whole file, its name."""
+    """The names of all parts of a file whose first part is `path`; `path` alone for a file in one part."""
     first = _PARTS.fullmatch(path)
-    return [f"{first[1]}-{one:05}-of-{first[2]}.gguf" for one in range(1, int(first[2]) + 1)] if first else [path]
+    return [f"{first[1]}-{part:05}-of-{first[2]}.gguf" for part in range(1, int(first[2]) + 1)] if first else [path]
 
 
 _PARTS = re.compile(r"(.*)-00001-of-(\d{5})\.gguf")
 _PLAIN = {"F32": "<f4", "F16": "<f2", "F64": "<f8", "I8": "i1", "I16": "<i2", "I32": "<i4", "I64": "<i8"}
-"""Types that numpy knows."""
+"""Types that numpy has."""
 
 
 def floats(tensor: StoredTensor) -> Any:

@@ -1,7 +1,7 @@
 """How text is split into words before merges: every value of `tokenizer.ggml.pre` that llama.cpp knows.
 
-Each value stands for regular expressions that apply one after the other, each to the pieces that those before it left
-(src/llama-vocab.cpp of llama.cpp, `llm_tokenizer_bpe` and `llama_vocab::impl::load`, as of llama-cpp-python 0.3.36).
+Each value stands for regular expressions that apply one after the other, each to the pieces that the earlier ones left
+(src/llama-vocab.cpp of llama.cpp, `llm_tokenizer_bpe` and `llama_vocab::impl::load`, in llama-cpp-python 0.3.36).
 They are written for Oniguruma, which the library tokenizers has. Where llama.cpp's own engine reads an expression
 otherwise, the one here does what that engine does: letters have no case beyond ASCII, blanks are in no range of
 characters, and numbers that are grouped from the right take along what stands before them.
@@ -15,7 +15,7 @@ from specdec.errors import UnsupportedError
 
 
 class SplitRule(NamedTuple):
-    """Expressions that split a text, and what else a value of `tokenizer.ggml.pre` says.
+    """Expressions that split a text, and the habits that a value of `tokenizer.ggml.pre` stands for besides.
 
     `whole_words`: a word that is a token itself stays whole, whatever the merges say. `add_bos`: texts begin with the
     beginning token if no key says otherwise. `space`: words are characters, not bytes, and this one is their space.

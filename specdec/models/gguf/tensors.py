@@ -16,7 +16,7 @@ from specdec.models.gguf.reader import GgufReader
 
 @dataclass(frozen=True)
 class TensorPart:
-    """Rows of a tensor and their place in a parameter, whose name is that of the model's state dict.
+    """Rows of a tensor and their place in a parameter, which has its name in the model's state dict.
 
     Rows are the last dimension but one of a matrix, or of a stack of matrices [experts, rows, columns]; of vectors, and
     of biases [experts, rows], they are the last.
@@ -39,9 +39,9 @@ class TensorPart:
 
 
 def tensor_map(reader: GgufReader, config: Any) -> dict[str, tuple[TensorPart, ...]]:
-    """The parts of every tensor of a file; of those that hold no weights, such as factors of positions, none.
+    """The parts of every tensor of a file; a tensor that holds no weights, such as factors of positions, has none.
 
-    `config`: of `read_config`. Raises UnsupportedError for a tensor that is not known, which names it.
+    `config`: the result of `read_config`. Raises UnsupportedError for a tensor that is not known, which names it.
     """
     names = {**_EVERYWHERE, **_OF_ARCHITECTURE.get(architecture_of(reader), {})}
     return {name: _parts(name, tensor, names, config, reader) for name, tensor in reader.tensors.items()}
@@ -52,41 +52,41 @@ def _parts(name: str, tensor: Any, names: dict[str, str], config: Any, reader: G
         return ()
     base, _, kind = name.rpartition(".")
     layer = re.fullmatch(r"blk\.(\d+)\.(.+)", base)
-    known = names.get(layer[2] if layer else base)
-    if known is None or kind not in ("weight", "bias") or (layer and int(layer[1]) >= config.num_hidden_layers):
+    module = names.get(layer[2] if layer else base)
+    if module is None or kind not in ("weight", "bias") or (layer and int(layer[1]) >= config.num_hidden_layers):
         raise UnsupportedError(
             f"{reader.path} has the tensor {name}, and where it belongs in models of {architecture_of(reader)} is not "
             "known: use another file, or the checkpoint in safetensors that it was made of"
         )
     prefix = f"model.layers.{layer[1]}." if layer else ""
-    if "attn_qkv" in base and known == _SPLIT:
-        return _three(prefix, kind, config)
-    if "{}" in known:  # one parameter for each row
+    if "attn_qkv" in base and module == _SPLIT:
+        return _attention_parts(prefix, kind, config)
+    if "{}" in module:  # one parameter for each row
         count = int(tensor.shape[1])
         return tuple(
-            TensorPart(f"{prefix}{known.format(row)}.{kind}", rows=torch.tensor([row])) for row in range(count)
+            TensorPart(f"{prefix}{module.format(row)}.{kind}", rows=torch.tensor([row])) for row in range(count)
         )
     if "exps" in base:
         return (
-            _of_experts(base, kind, prefix + known, config, int(tensor.data.shape[-2 if kind == "weight" else -1])),
+            _expert_part(base, kind, prefix + module, config, int(tensor.data.shape[-2 if kind == "weight" else -1])),
         )
-    parameter = f"{prefix}{known}" if known.endswith(".sinks") else f"{prefix}{known}.{kind}"
-    return (TensorPart(parameter, _turned(base, config), plus=-1.0 if _one_more(base, config) else 0.0),)
+    parameter = f"{prefix}{module}" if module.endswith(".sinks") else f"{prefix}{module}.{kind}"
+    return (TensorPart(parameter, _row_order(base, config), plus=-1.0 if _has_added_one(base, config) else 0.0),)
 
 
-def _three(prefix: str, kind: str, config: Any) -> tuple[TensorPart, ...]:
+def _attention_parts(prefix: str, kind: str, config: Any) -> tuple[TensorPart, ...]:
     """Queries, keys and values of one tensor."""
-    heads, start, found = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads), 0, []
+    heads, start, parts = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads), 0, []
     for name, count in zip(("q", "k", "v"), heads, strict=True):
         rows = torch.arange(start, start := start + count * config.head_dim)
-        order = _turned(f"attn_{name}", config)
+        order = _row_order(f"attn_{name}", config)
         parameter = f"{prefix}self_attn.{name}_proj.{kind}"
-        found.append(TensorPart(parameter, rows if order is None else rows[order]))
-    return tuple(found)
+        parts.append(TensorPart(parameter, rows if order is None else rows[order]))
+    return tuple(parts)
 
 
-def _of_experts(base: str, kind: str, parameter: str, config: Any, rows: int) -> TensorPart:
-    """Experts lie in one parameter, their gates beside what they let through."""
+def _expert_part(base: str, kind: str, parameter: str, config: Any, rows: int) -> TensorPart:
+    """The part of a tensor of all experts; gates and the projections that they scale share a parameter."""
     if config.model_type == "gpt_oss":
         suffix = "_bias" if kind == "bias" else ""
         place = {"ffn_gate_exps": slice(0, None, 2), "ffn_up_exps": slice(1, None, 2)}.get(base.rpartition(".")[2])
@@ -95,17 +95,17 @@ def _of_experts(base: str, kind: str, parameter: str, config: Any, rows: int) ->
     return TensorPart(parameter, place=places.get(base.rpartition(".")[2]))
 
 
-def _turned(base: str, config: Any) -> Tensor | None:
+def _row_order(base: str, config: Any) -> Tensor | None:
     """The order of queries' or keys' rows where llama.cpp turns neighbours and transformers turns halves."""
-    what = base.rpartition(".")[2]
-    if config.model_type not in _NEIGHBOURS or what not in ("attn_q", "attn_k"):
+    name = base.rpartition(".")[2]
+    if config.model_type not in _NEIGHBOURS or name not in ("attn_q", "attn_k"):
         return None
-    heads = config.num_attention_heads if what == "attn_q" else config.num_key_value_heads
+    heads = config.num_attention_heads if name == "attn_q" else config.num_key_value_heads
     return torch.arange(heads * config.head_dim).view(heads, config.head_dim // 2, 2).transpose(1, 2).flatten()
 
 
-def _one_more(base: str, config: Any) -> bool:
-    """Whether norms are stored with 1 added, as transformers adds it itself."""
+def _has_added_one(base: str, config: Any) -> bool:
+    """Whether a tensor is a norm stored with 1 added, which transformers adds itself."""
     return config.model_type.startswith("gemma") and base.endswith("_norm")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from enum import IntEnum
 from typing import Any
 
@@ -16,7 +16,7 @@ from specdec.models.gguf.split_rules import SplitRule, split_rule
 
 _SPACE = "\u2581"
 _ALWAYS_USER_DEFINED = ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>")
-_KEEP_BLANKS = ("<unk>", "<s>", "<|endoftext|>")  # of Phi-3, whose other special tokens take the blanks behind them
+_KEEP_BLANKS = ("<unk>", "<s>", "<|endoftext|>")  # Phi-3's other special tokens take the blanks behind them
 
 
 class _Type(IntEnum):
@@ -26,8 +26,6 @@ class _Type(IntEnum):
     UNKNOWN = 2
     CONTROL = 3
     USER_DEFINED = 4
-    UNUSED = 5
-    BYTE = 6
 
 
 class Vocabulary:
@@ -40,8 +38,8 @@ class Vocabulary:
         ]
         self.ids = {text: number for number, text in enumerate(self.texts)}
         if not self.texts or len(self.ids) != len(self.texts):
-            what = "no tokens" if not self.texts else "several tokens of one text"
-            raise LoadError(f"{reader.path} has {what} in tokenizer.ggml.tokens: it is broken, make it again")
+            fault = "no tokens" if not self.texts else "several tokens of one text"
+            raise LoadError(f"{reader.path} has {fault} in tokenizer.ggml.tokens: it is broken, make it again")
         self.special = special_ids(reader)
         count = len(self.texts)
         scores, types = keys.get("tokenizer.ggml.scores"), keys.get("tokenizer.ggml.token_type")
@@ -53,16 +51,18 @@ class Vocabulary:
                 )
         self.scores: list[float] = [0.0] * count if scores is None else scores.tolist()
         self.types: list[int] = [int(_Type.NORMAL)] * count if types is None else types.tolist()
-        self._settle()
+        self._correct_types()
 
-    def _settle(self) -> None:
-        """Types that llama.cpp knows better than the file, by the text of tokens."""
+    def _correct_types(self) -> None:
+        """Sets the types that llama.cpp gives tokens by their text, whatever the file says."""
         for number in self.special.control:
             self.types[number] = _Type.CONTROL
         user_defined = [self.ids[text] for text in _ALWAYS_USER_DEFINED if text in self.ids]
-        for number in (*user_defined, *(one for one in (self.special.turn_goes_on,) if one is not None)):
+        if self.special.turn_goes_on is not None:
+            user_defined.append(self.special.turn_goes_on)
+        for number in user_defined:
             self.types[number] = _Type.USER_DEFINED
-        if "</s>" in self.ids and self.ids["</s>"] not in self.special.control:  # of Gemma 4 and PLaMo
+        if "</s>" in self.ids and self.ids["</s>"] not in self.special.control:  # Gemma 4 and PLaMo have it as a word
             self.types[self.ids["</s>"]] = _Type.NORMAL
 
     def of_type(self, *types: _Type) -> list[str]:
@@ -89,17 +89,17 @@ def read_tokenizer(reader: GgufReader) -> Any:
         ]
         (tokenizer.add_special_tokens if special else tokenizer.add_tokens)(added)
     tokenizer.post_processor = _around(reader, vocabulary)
-    named = zip(("bos_token", "eos_token", "unk_token", "pad_token"), vocabulary.special[:4], strict=True)
+    specials = zip(("bos_token", "eos_token", "unk_token", "pad_token"), vocabulary.special[:4], strict=True)
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=_Moved(tokenizer),
+        tokenizer_object=_SharedTokenizer(tokenizer),
         clean_up_tokenization_spaces=False,
-        **{name: vocabulary.texts[number] for name, number in named if number is not None},
+        **{name: vocabulary.texts[number] for name, number in specials if number is not None},
     )
     fast.chat_template = _chat_templates(reader.keys)
     return fast
 
 
-class _Moved:
+class _SharedTokenizer:
     """A tokenizer whose deep copy is itself: transformers copies what it gets, which takes as long as making it."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -126,13 +126,13 @@ def _bytes(keys: Mapping[str, Any], vocabulary: Vocabulary) -> Tokenizer:
         tokenizer.decoder = decoders.ByteLevel()
     else:
         tokenizer.normalizer = normalizers.Replace(" ", rule.space)
-        tokenizer.decoder = _joined(prefix=False)
+        tokenizer.decoder = _decoder(prefix=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(split)
     return tokenizer
 
 
 def _sentencepiece(keys: Mapping[str, Any], vocabulary: Vocabulary) -> Tokenizer:
-    """SentencePiece's BPE: of neighbours that make a token, those of the highest score merge, the leftmost first."""
+    """SentencePiece's BPE: the neighbours that make the token of the highest score merge, the leftmost first."""
     prefix = bool(keys.get("tokenizer.ggml.add_space_prefix", True))
     unknown = vocabulary.special.unknown
     tokenizer = Tokenizer(
@@ -146,19 +146,19 @@ def _sentencepiece(keys: Mapping[str, Any], vocabulary: Vocabulary) -> Tokenizer
     )
     spaces = [normalizers.Prepend(_SPACE)] if prefix else []
     tokenizer.normalizer = normalizers.Sequence([*spaces, normalizers.Replace(" ", _SPACE)])
-    tokenizer.decoder = _joined(prefix)
+    tokenizer.decoder = _decoder(prefix)
     return tokenizer
 
 
 def _pairs(vocabulary: Vocabulary) -> list[tuple[str, str]]:
     """All pairs of tokens that make a token, the highest score first."""
-    ids, found = vocabulary.ids, []
+    ids, pairs = vocabulary.ids, []
     for text, score in zip(vocabulary.texts, vocabulary.scores, strict=False):
         for at in range(1, len(text)):
             if (left := text[:at]) in ids and (right := text[at:]) in ids:
-                found.append((-score, left, right))
-    found.sort(key=lambda pair: pair[0])
-    return [(left, right) for _, left, right in found]
+                pairs.append((-score, left, right))
+    pairs.sort(key=lambda pair: pair[0])
+    return [(left, right) for _, left, right in pairs]
 
 
 def _unigram(keys: Mapping[str, Any], vocabulary: Vocabulary) -> Tokenizer:
@@ -178,19 +178,19 @@ def _unigram(keys: Mapping[str, Any], vocabulary: Vocabulary) -> Tokenizer:
         prefix = True
     steps += [normalizers.Prepend(_SPACE)] if prefix else []
     tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", _SPACE)])
-    tokenizer.decoder = _joined(prefix)
+    tokenizer.decoder = _decoder(prefix)
     return tokenizer
 
 
-def _joined(prefix: bool) -> Any:
-    """From tokens to text where U+2581 is a space and bytes are written <0x0A>; without the space before all."""
+def _decoder(prefix: bool) -> Any:
+    """A decoder that reads U+2581 as a space and <0x0A> as a byte, and drops the space that a `prefix` put first."""
     steps: list[Any] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     return decoders.Sequence([*steps, *([decoders.Strip(" ", 1, 0)] if prefix else [])])
 
 
 _BUILDERS = {"gemma4": _bytes, "gpt2": _bytes, "llama": _sentencepiece, "t5": _unigram}
 """By `tokenizer.ggml.model`."""
-_FIRST, _LAST = ("llama",), ("t5",)  # kinds that begin, and end, texts without a key about it
+_FIRST, _LAST = ("llama",), ("t5",)  # these kinds begin, or end, texts where no key says so
 
 
 def _around(reader: GgufReader, vocabulary: Vocabulary) -> Any:
@@ -200,34 +200,29 @@ def _around(reader: GgufReader, vocabulary: Vocabulary) -> Any:
     begins = kind in _FIRST or kind == "gemma4" or (rule is not None and rule.add_bos)
     forced = kind == "gemma4" or (rule is not None and rule.add_bos and rule.space is not None)
     special: SpecialIds = vocabulary.special
-    first = _one(reader, "bos", True if forced else begins, special.bos, forced)
-    last = _one(reader, "eos", kind in _LAST, special.eos)
+    first = _edge_token(reader, "bos", True if forced else begins, special.bos, forced)
+    last = _edge_token(reader, "eos", kind in _LAST, special.eos)
     texts = {number: vocabulary.texts[number] for number in (*first, *last)}
     parts = [*(f"{texts[number]}:0" for number in first), "$A:0", *(f"{texts[number]}:0" for number in last)]
-    return _template(parts, texts)
-
-
-def _template(parts: Sequence[str], texts: Mapping[int, str]) -> Any:
     pair = [*parts, *(part.replace(":0", ":1").replace("$A", "$B") for part in parts)]
-    return processors.TemplateProcessing(
-        single=list(parts), pair=pair, special_tokens=[(text, number) for number, text in texts.items()]
-    )
+    specials = [(text, number) for number, text in texts.items()]
+    return processors.TemplateProcessing(single=parts, pair=pair, special_tokens=specials)
 
 
-def _one(reader: GgufReader, name: str, default: bool, number: int | None, forced: bool = False) -> list[int]:
-    """The token that the key `add_…_token` adds."""
+def _edge_token(reader: GgufReader, name: str, default: bool, number: int | None, forced: bool = False) -> list[int]:
+    """The token that the key `add_…_token` adds before or after a text."""
     key = f"tokenizer.ggml.add_{name}_token"
     if reader.keys.get(key) and number is None:
         raise LoadError(f"{reader.path} says {key}, and has no such token: it is broken, make it again")
-    wanted = default if forced else bool(reader.keys.get(key, default))
-    return [number] if wanted and number is not None else []
+    adds = default if forced else bool(reader.keys.get(key, default))
+    return [number] if adds and number is not None else []
 
 
 def _chat_templates(keys: Mapping[str, Any]) -> str | dict[str, str] | None:
     """The file's chat template; where it has several, all of them by name."""
     prefix = "tokenizer.chat_template"
     default: str | None = keys.get(prefix)
-    named = {key.removeprefix(f"{prefix}."): text for key, text in keys.items() if key.startswith(f"{prefix}.")}
-    if not named:
+    by_name = {key.removeprefix(f"{prefix}."): text for key, text in keys.items() if key.startswith(f"{prefix}.")}
+    if not by_name:
         return default
-    return named if default is None else {"default": default, **named}
+    return by_name if default is None else {"default": default, **by_name}

@@ -22,27 +22,27 @@ from specdec.models.gguf.tensors import TensorPart, tensor_map
 from specdec.models.hf.load_hook import with_bar
 
 _log = logging.getLogger(__name__)
-_HELD = 1 << 27  # bytes of the mapped file that may stay in memory
+_MOST_MAPPED = 1 << 27  # bytes of the mapped file that may stay in memory
 
 
 @torch.no_grad()
 def read_model(reader: GgufReader, config: Any, dtype: torch.dtype, *, packs: bool = False, rounds: bool = True) -> Any:
-    """The model with a config of `read_config`, its weights from the file in `dtype`, ties of the config tied.
+    """Reads the model of a config of `read_config`, its weights from the file in `dtype`, ties of the config tied.
 
-    If it `packs`, linear layers and embeddings keep the file's blocks; needs `specdec.kernels.available`. Without
-    `rounds`, only those whose rows need no rounding. Raises LoadError for weights that are missing or have another
-    shape; a bias that is missing is zero.
+    If it `packs`, linear layers and embeddings keep the file's blocks, which needs `specdec.kernels.available`; without
+    `rounds`, only layers whose rows need no rounding keep them. Raises LoadError for weights that are missing or have
+    another shape; a bias that is missing is zero.
     """
     model, parts = empty_model(config, dtype), tensor_map(reader, config)
     empty = dict(model.named_parameters(remove_duplicate=False))
-    filled = dict.fromkeys(empty, 0)  # numbers
-    packed, rounded, unread = dict[str, kernels.PackedLinear](), Counter[str](), 0
+    filled = dict.fromkeys(empty, 0)  # counts of numbers
+    packed, rounded, unforgotten = dict[str, kernels.PackedLinear](), Counter[str](), 0
     of_experts = pieces_of_experts(model, parts, reader) if packs else {}
     for name, places in with_bar(parts.items(), "Loading weights"):
-        unread += reader.tensors[name].data.nbytes
-        if unread > _HELD:
+        unforgotten += reader.tensors[name].data.nbytes
+        if unforgotten > _MOST_MAPPED:
             reader.forget()
-            unread = 0
+            unforgotten = 0
         for part in places:
             if part.parameter not in empty:
                 raise LoadError(f"{reader.path} has the tensor {name}, and the model has no {part.parameter} for it")
@@ -115,7 +115,7 @@ def _packed(tensor: StoredTensor, part: TensorPart, rounds: bool) -> kernels.Pac
 
 
 def sharing(model: Any) -> dict[int, list[str]]:
-    """The names of a model's parameters by their `id`: several of those that are tied."""
+    """The names of a model's parameters by their `id`; a tied parameter has several."""
     names = dict[int, list[str]]()
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -152,7 +152,7 @@ def converted(tensor: StoredTensor, part: TensorPart) -> Tensor:
 
 
 def _put(model: Any, part: TensorPart, tensor: StoredTensor, path: str) -> int:
-    """Copies a tensor into its part of a parameter; how many numbers these are."""
+    """Copies a tensor into its part of a parameter; returns the count of its numbers."""
     parameter, value = model.get_parameter(part.parameter), converted(tensor, part)
     axis = -1 if part.flipped else _axis(part.parameter, parameter.dim())
     if part.place is None:

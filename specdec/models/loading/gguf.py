@@ -29,18 +29,18 @@ _WITHOUT_SAMPLING = {"do_sample", "repetition_penalty"}
 
 
 class GgufFile:
-    """A GGUF file in a folder or hub repository; `dtype` is the stored one, float32 if some weights are quantized.
+    """A GGUF file in a folder or hub repository; `dtype` is its matrices' dtype, float32 if some are quantized.
 
     Raises UnsupportedError without the package gguf, for other architectures and for keys that are not known,
-    OptionError for a missing file or one of another kind, LoadError for a broken one.
+    OptionError for a missing file or another kind of file, LoadError for a broken file.
     """
 
     def __init__(self, folder: str, name: str, revision: str | None = None) -> None:
         if find_spec("gguf") is None:
             raise UnsupportedError("`gguf_file` needs the package gguf: pip install -e '.[gguf]'")
         self._folder, self._revision = folder, revision
-        self._reader = GgufReader(located(folder, name, revision))
-        # of matrices: vectors are always float32
+        self._reader = GgufReader(gguf_path(folder, name, revision))
+        # The matrices' types: vectors are always float32.
         halves = {tensor.tensor_type.name for tensor in self._reader.tensors.values()} - {"F32"}
         self.dtype = _FLOATS.get(halves.pop(), torch.float32) if len(halves) == 1 else torch.float32
         self.config = read_config(self._reader)
@@ -50,16 +50,16 @@ class GgufFile:
         """The model in host memory, its blocks in packed layers if it `packs`."""
         self.config.dtype = dtype
         model = read_model(self._reader, self.config, dtype, packs=packs, rounds=rounds)
-        with suppress(OSError):  # beside a file there may be one
+        with suppress(OSError):  # the folder may hold none
             model.generation_config = GenerationConfig.from_pretrained(self._folder, revision=self._revision)
-        _settle_generation(model.generation_config, self._reader)
+        _complete_generation(model.generation_config, self._reader)
         return model
 
 
-def _settle_generation(config: Any, reader: GgufReader) -> None:
+def _complete_generation(config: Any, reader: GgufReader) -> None:
     """Lets every end token of a file end a text, forbids the tokens that the file forbids, and sets its sampling.
 
-    What a generation config beside the file sets counts before the file's sampling.
+    The settings of a generation config beside the file count before the file's sampling.
     """
     ends = config.eos_token_id
     ends = [ends] if isinstance(ends, int) else list(ends or ())
@@ -73,26 +73,26 @@ def _settle_generation(config: Any, reader: GgufReader) -> None:
 
 
 def _sampling(reader: GgufReader) -> dict[str, Any]:
-    """The fields of a generation config for the keys `general.sampling.…` of a file; says which have none."""
+    """The fields of a generation config for the keys `general.sampling.…` of a file; logs the keys without a field."""
     prefix = "general.sampling."
     values = {key.removeprefix(prefix): value for key, value in reader.keys.items() if key.startswith(prefix)}
-    if others := sorted(values.keys() - _SAMPLING.keys()):
-        _log.info("%s has %s%s, which is not followed", reader.path, prefix, f", {prefix}".join(others))
+    if names := sorted(values.keys() - _SAMPLING.keys()):
+        _log.info("%s has %s%s, which is not followed", reader.path, prefix, f", {prefix}".join(names))
     fields = {field: round(values[name], 6) for name, field in _SAMPLING.items() if name in values}  # float32
     if fields.keys() - {"repetition_penalty"}:
-        fields["do_sample"] = fields.get("temperature", 1.0) > 0  # llama.cpp's greedy text is one of temperature 0
+        fields["do_sample"] = fields.get("temperature", 1.0) > 0  # llama.cpp's greedy text has temperature 0
     return fields if fields.get("do_sample") else {name: fields[name] for name in _WITHOUT_SAMPLING & fields.keys()}
 
 
-def located(folder: str, name: str, revision: str | None) -> Path:
-    """The path of a GGUF file in a folder or hub repository; OptionError if it is not there, or of another kind."""
+def gguf_path(folder: str, name: str, revision: str | None) -> Path:
+    """The path of a GGUF file in a folder or hub repository; OptionError if there is no file, or another kind."""
     path = Path(folder, name)
     if Path(folder).is_dir() and not path.is_file():
-        others = ", ".join(sorted(str(other.relative_to(folder)) for other in Path(folder).rglob("*.gguf")))
-        way_out = f"there are {others}" if others else "no GGUF file is there"
+        files = ", ".join(sorted(str(file.relative_to(folder)) for file in Path(folder).rglob("*.gguf")))
+        way_out = f"there are {files}" if files else "no GGUF file is there"
         raise OptionError.of("gguf_file", f"the name of a file in {folder}", name, way_out)
     if not path.is_file():
         path, *_ = [Path(cached(folder, part, revision)) for part in part_names(name)]
     if not is_gguf(path):
-        raise OptionError.of("gguf_file", "a GGUF file", str(path), "its first bytes are not those of a GGUF file")
+        raise OptionError.of("gguf_file", "a GGUF file", str(path), "its first bytes are no GGUF file's")
     return path

@@ -34,13 +34,13 @@ class WeightOnly(Quantizer):
 
     def prepare(self, model: Any, stored: Mapping[str, Mapping[str, Stored]]) -> None:
         """Lets weights that become few bits be read as they are stored, not widened first."""
-        for name in self._wanted(model):
+        for name in self._linear_names(model):
             module, tensor = model.get_submodule(name), stored.get(name, {}).get("weight")
             if tensor is not None and tensor.dtype in _HALVES:
                 module.weight = nn.Parameter(module.weight.detach().to(tensor.dtype), requires_grad=False)
 
     @staticmethod
-    def _wanted(model: Any) -> list[str]:
+    def _linear_names(model: Any) -> list[str]:
         linear = [name for name, m in model.named_modules() if type(m) is nn.Linear or isinstance(m, Conv1D)]
         return list(filter(quantizes(model), linear))
 
@@ -48,12 +48,12 @@ class WeightOnly(Quantizer):
     def convert(self, model: Any) -> None:
         """Replaces every linear layer and, packed, matrix of experts, one after the other, by one of few bits.
 
-        If these are packed, so is the language head, in 8 bits, and tied embeddings read its rows; otherwise, as in
-        bitsandbytes, both stay as they are, like layers that a model keeps in float32. Raises UnsupportedError for
+        If the layers are packed, so is the language head, in 8 bits, and tied embeddings read its rows; otherwise, as
+        in bitsandbytes, both stay as they are, like layers that a model keeps in float32. Raises UnsupportedError for
         offloaded weights, and for dtypes and devices without such layers.
         """
         without_saving(model)
-        for name in with_bar(self._wanted(model), "Rounding weights"):
+        for name in with_bar(self._linear_names(model), "Rounding weights"):
             module = model.get_submodule(name)  # by name, so that replaced weights are freed
             if module.weight.is_meta:
                 raise UnsupportedError(
@@ -77,6 +77,7 @@ class WeightOnly(Quantizer):
         return self.layer(stack.weight, stack.bias) if self._fits(stack.parameter) and kernels.available() else None
 
     def layer(self, weight: Tensor, bias: Tensor | None) -> nn.Module:
+        """The layer of few bits for `weight` [outputs, inputs] and `bias` [outputs]."""
         if self._fits(weight) and kernels.available():
             return self._rounded(weight, 8, bias)
         return Int8Linear(weight, bias)

@@ -3,7 +3,7 @@
 They are packed folders (`packed_folder`) in `packed`, beside the kernels, or in `$SPECDEC_PACKED`. A folder's name is a
 digest of the source's files, the options of loading, this processor, and the releases and sources of what packs. A
 thread of low priority writes it after loading, in a folder of another name; a program that ends waits some seconds
-for it. Above `$SPECDEC_PACKED_BYTES` those that were not loaded for the longest time are deleted; 0 keeps none.
+for it. Above `$SPECDEC_PACKED_BYTES` the folders that were not loaded for the longest time go; 0 keeps none.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from specdec.kernels import kept
 from specdec.models.backends.packed_layers import is_packed
 from specdec.models.gguf.reader import part_names
 from specdec.models.hf.private_api import cached
-from specdec.models.loading.gguf import located
+from specdec.models.loading.gguf import gguf_path
 from specdec.models.loading.packed_folder import METHOD, PackedFolder
 from specdec.options.load import AUTO, Loading
 
@@ -42,19 +42,19 @@ _FOLDER, _BYTES = "SPECDEC_PACKED", "SPECDEC_PACKED_BYTES"
 _MOST = 10 * 2**30  # bytes of all folders
 _LEAST = 2**26  # bytes of weights: fewer are packed in no time
 _HEAD = 2**16  # bytes of a file that its digest covers
-_MARK = "source.txt"  # which tells of what a folder was made, and when it was used
-_OF_HUB = re.compile(r"/models--[^/]+/snapshots/[0-9a-f]{40}/")  # a commit's files, which do not change
+_MARK = "source.txt"  # it says what a folder was made from, and its time when the folder was last used
+_HUB_FILE = re.compile(r"/models--[^/]+/snapshots/[0-9a-f]{40}/")  # a commit's files, which do not change
 _WRITES = ContextVar("_WRITES", default=True)
-_PATIENCE = 5.0  # seconds for which a program that ends waits
-_CODE = (  # which decides what is packed
+_EXIT_SECONDS = 5.0  # a program waits so long at its end
+_CODE = (  # these files decide what is packed
     *("kernels/*.py", "models/gguf/*.py", "models/loading/*.py"),
     *("models/backends/experts.py", "models/backends/packed_layers.py", "options/load.py"),
 )
-_BROKEN = LoadError, ValueError, KeyError, OSError  # what reading a broken folder raises
+_BROKEN = LoadError, ValueError, KeyError, OSError  # reading a broken folder raises these
 
 
 class KeptWeights:
-    """The packed weights of one load, in `folder`, whether or not they are there; None if none are kept of it.
+    """The packed weights of one load, in `folder`, whether or not they are there; no folder if none are kept.
 
     `name` is a folder or hub name, `how` the options of a load into this processor's memory.
     """
@@ -62,20 +62,20 @@ class KeptWeights:
     def __init__(self, name: str, how: Loading) -> None:
         self._name, self._how, self._began, self._most = name, how, perf_counter(), _most()
         self.folder, self._source, self._ended = None, "", 0.0
-        with suppress(OSError, ValueError, SpecdecError, kept.Lack):  # what is wrong with a source, its load says
+        with suppress(OSError, ValueError, SpecdecError, kept.Lack):  # the load says what is wrong with its source
             if self._most and kernels.available() and (source := _source(name, how)):
                 self._source = source
                 self.folder = _root() / hashlib.sha256(source.encode()).hexdigest()[:16]
 
-    def read(self, read: Callable[[str, Loading], Any]) -> Any:
-        """The model by `read`, which takes a folder and options; None if it is not there. Deletes a broken one."""
+    def read(self, load: Callable[[str, Loading], Any]) -> Any:
+        """The model that `load` reads from a folder with options; None without a folder. Deletes a broken folder."""
         if self.folder is None or not (self.folder / _MARK).exists():
             return None
         with suppress(OSError):  # not ours to write
             os.utime(self.folder / _MARK)
         plain = replace(self._how, quantization=None, dtype="auto", gguf_file=None, revision=None)
         try:
-            model = read(str(self.folder), plain)
+            model = load(str(self.folder), plain)
         except Exception as error:
             _log.info("packed weights in %s cannot be read (%s), and are packed anew", self.folder, error)
             number = getattr(error.__cause__ or error, "errno", None)  # transformers' errors have none
@@ -89,7 +89,7 @@ class KeptWeights:
         return model
 
     def writing(self, model: Any) -> threading.Thread | None:
-        """A thread, not yet started, that writes what is packed of a model; None if that is too little or too much."""
+        """A thread, not yet started, that writes a model's packed weights; None if they are too few or too many."""
         if self.folder is None or not _WRITES.get() or not is_packed(model):
             return None
         try:
@@ -102,10 +102,10 @@ class KeptWeights:
             _log.info("packed weights are not kept: they take %s, and %s allows %.1f", size, _BYTES, self._most / 2**30)
         if not _LEAST <= packed.nbytes <= self._most:
             return None
-        told = (
+        message = (
             "packed weights (%s) are written to %s meanwhile: the next load reads them, instead of packing for %.1f s"
         )
-        _log.info(told, size, self.folder, perf_counter() - self._began)
+        _log.info(message, size, self.folder, perf_counter() - self._began)
         return threading.Thread(target=self._write, args=(packed,), name="specdec-packed", daemon=False)
 
     def _write(self, packed: PackedFolder) -> None:
@@ -116,17 +116,17 @@ class KeptWeights:
             if kept.is_held(lock := self.folder.with_suffix(".lock"), _FOLDER):
                 return
             with kept.alone(lock, _FOLDER):
-                if not (self.folder / _MARK).exists():  # of another process
+                if not (self.folder / _MARK).exists():  # another process may have written it
                     self._put(packed)
             kept.make_room(self.folder, _MARK, self._most, _FOLDER)
-        except Exception as error:  # of disks, other processes and weights that change
+        except Exception as error:  # disks, other processes and weights that change raise many kinds
             _log.info("packed weights are not kept: %s", error)
 
     def _put(self, packed: PackedFolder) -> None:
         """Writes the folder under another name, and moves it to its place once it is whole."""
         assert self.folder is not None
         part = self.folder.with_suffix(".part")
-        for stale in part.parent.glob(f"{'?' * 16}.part"):  # of processes that were killed
+        for stale in part.parent.glob(f"{'?' * 16}.part"):  # processes that were killed left them
             if stale == part or not kept.is_held(stale.with_suffix(".lock"), _FOLDER):
                 shutil.rmtree(stale, ignore_errors=True)
         free = shutil.disk_usage(part.parent).free
@@ -136,7 +136,7 @@ class KeptWeights:
         try:
             packed.write(part, self._check)
             (part / _MARK).write_text(self._source, "utf-8")
-            shutil.rmtree(self.folder, ignore_errors=True)  # what is left of a broken one
+            shutil.rmtree(self.folder, ignore_errors=True)  # a broken folder may lie there
             part.rename(self.folder)
         finally:
             shutil.rmtree(part, ignore_errors=True)
@@ -145,7 +145,7 @@ class KeptWeights:
         """Raises Lack if the program has been waiting for too long to end."""
         if not threading.main_thread().is_alive():
             self._ended = self._ended or perf_counter()
-            if perf_counter() - self._ended > _PATIENCE:
+            if perf_counter() - self._ended > _EXIT_SECONDS:
                 raise kept.Lack("the program ended before", "")
 
 
@@ -160,7 +160,7 @@ def packed_weights_unwritten() -> Iterator[None]:
 
 
 def packed_weights() -> str:
-    """How many models' packed weights there are, where, and of what size; raises Lack."""
+    """The count, place and size of all packed folders, in words; raises Lack."""
     root = _root()
     folders = [path.parent for path in root.glob(f"*/{_MARK}")]
     return f"of {len(folders)} models in {root}, {sum(map(kept.size, folders)) / 2**30:.1f} GiB"
@@ -177,13 +177,13 @@ def _most() -> int:
 
 def _root() -> Path:
     """The folder of all packed weights; raises Lack without a home folder."""
-    named = os.environ.get(_FOLDER)
-    return (Path(named) if named else kernels.folder() / "packed").absolute()
+    path = os.environ.get(_FOLDER)
+    return (Path(path) if path else kernels.folder() / "packed").absolute()
 
 
 def _source(name: str, how: Loading) -> str | None:
     """All that decides which weights a load packs, in lines; None for a source that is packed, or runs its own code."""
-    if how.trust_remote_code:  # which may lie anywhere
+    if how.trust_remote_code:  # that code may lie anywhere
         return None
     if how.gguf_file is None:
         first = Path(cached(name, "config.json", how.revision))
@@ -192,18 +192,18 @@ def _source(name: str, how: Loading) -> str | None:
         if scheme.get("quant_method") == METHOD:
             return None
     else:
-        first = located(name, str(how.gguf_file), how.revision)
+        first = gguf_path(name, str(how.gguf_file), how.revision)
         weights = [Path(part) for part in part_names(str(first))]
     dtype = str(how.dtype).removeprefix("torch.")
     threads = torch.get_num_threads() if how.quantization in (None, AUTO) else 0  # where numbers are measured
     options = [f"{how.quantization} {dtype} {how.activations} {how.backend == 'packed'} {threads}"]
     releases = f"specdec {__version__}, transformers {transformers.__version__}"
     files = [*weights, *sorted(first.parent.glob("*.json")), *sorted(first.parent.glob("*.py"))]
-    states = [str(first)] if _OF_HUB.search(first.as_posix()) else map(_file, files)
+    states = [str(first)] if _HUB_FILE.search(first.as_posix()) else map(_file_state, files)
     return "\n".join([*states, *options, releases, kernels.digest(), _code()])
 
 
-def _file(path: Path) -> str:
+def _file_state(path: Path) -> str:
     """A file's path, size, times and the digest of its head."""
     state = path.stat()
     with path.open("rb") as file:

@@ -27,18 +27,19 @@ _log = logging.getLogger(__name__)
 _LEAST = 2**26  # weights: passes of smaller models spend their time elsewhere, and roundings hurt them more
 _LARGE = 2**16  # tokens
 _LEAST_HEARING = 2**24
-_FRAMES = 1500  # that an encoder of speech reads at once
-_SAMPLES = {1: (16, 2048, 4096), _FRAMES: (1, 512, 2048)}  # timed layers and their sizes, by rows: one finds no cache
-_RUNS = 12  # of which the fastest counts, as other programs disturb most
+_FRAMES = 1500  # an encoder of speech reads so many at once
+# Rows -> count and size of the layers that are timed; for one row, as in use, so many that no cache holds them.
+_SAMPLES = {1: (16, 2048, 4096), _FRAMES: (1, 512, 2048)}
+_RUNS = 12  # the fastest counts, as other programs disturb most
 
 
 def lightened(model: Any, *, owned: bool) -> Any:
-    """The draft model with the decoder's linear layers in 4 bits, or in 8 where these are faster.
+    """The draft model with the decoder's linear layers in 4 bits, or in 8 where 8 bits are faster.
 
     Its head computes the first third of a large vocabulary first, where tokenizers have their most frequent tokens, and
-    the rest only where none of these is sure. Its encoder stays as it is, so that it is still the target's if it was.
-    Changes the model if `owned`, and else a copy. Returns it as it is where that brings nothing: elsewhere than on a
-    CPU with kernels, in float16, for fewer than 64 million weights, and where memory has no room for the copy.
+    the rest only where no token of the third is sure. Its encoder, which may be the target's, stays as it is. Changes
+    the model if `owned`, and else a copy. Returns it as it is where fewer bits bring nothing: without a CPU or kernels,
+    in float16, for fewer than 64 million weights, and where memory has no room for the copy.
     """
     if why_not_packed(model) is not None or not kernels.available():
         return model
@@ -66,8 +67,8 @@ def lightened(model: Any, *, owned: bool) -> Any:
 def hearing(model: Any) -> Any:
     """A model of the Whisper family in the numbers that are fastest here; any other model unchanged.
 
-    In bfloat16, with linear layers in 8 bits, whichever of these makes its encoder or its decoder faster: the word
-    error of read speech is float32's.
+    Its numbers are bfloat16 if that is faster, and the linear layers of the encoder, and of the decoder, have 8 bits
+    where 8 bits are faster. The word error of read speech is float32's.
     """
     hears = model.config.model_type == "whisper" and model.config.is_encoder_decoder
     if not hears or why_not_packed(model) is not None or not kernels.available():
@@ -77,8 +78,8 @@ def hearing(model: Any) -> Any:
     if _are_faster("bfloat16", "float32", _FRAMES):
         model.to(torch.bfloat16)
     floats, encoder = str(model.dtype).removeprefix("torch."), _encoder(model)
-    eight = {of_encoder: _are_faster("int8", floats, _FRAMES if of_encoder else 1) for of_encoder in (True, False)}
-    names = [name for name, layer in packable_layers(model).items() if eight[layer in encoder]]
+    in_8_bits = {in_encoder: _are_faster("int8", floats, _FRAMES if in_encoder else 1) for in_encoder in (True, False)}
+    names = [name for name, layer in packable_layers(model).items() if in_8_bits[layer in encoder]]
     changed(model, lambda: pack_layers(model, names, lambda _, layer: _rounded(layer, 8)))
     numbers = f"{floats}{' and 8 bits' if names else ''}"
     _log.info("speech is heard in %s, the fastest here (`dtype='float32'` gives transformers' text exactly)", numbers)
@@ -101,8 +102,8 @@ def _blocks(model: Any) -> dict[str, kernels.PackedLinear]:
     return {name: layer for name, layer in packed.items() if layer not in tables}
 
 
-def _are_faster(kind: str, other: str, rows: int) -> bool:
-    """Whether so many rows are multiplied faster by weights of this kind than of another; timed once per machine."""
+def _are_faster(kind: str, rival: str, rows: int) -> bool:
+    """Whether weights of a kind multiply so many rows faster than weights of its rival; timed once per machine."""
 
     def work(kind: str) -> Callable[[], object]:
         count, *shape = _SAMPLES[rows]
@@ -114,9 +115,9 @@ def _are_faster(kind: str, other: str, rows: int) -> bool:
         return lambda: [layer(x) for layer in layers]
 
     def faster() -> bool:
-        works = work(kind), work(other)
-        turns = [[kernels.best_seconds(one, 1) for one in works] for _ in range(_RUNS)]
-        return min(one for one, _ in turns) < min(two for _, two in turns)
+        works = work(kind), work(rival)
+        turns = [[kernels.best_seconds(run, 1) for run in works] for _ in range(_RUNS)]
+        return min(seconds for seconds, _ in turns) < min(seconds for _, seconds in turns)
 
     where = f"{kernels.instructions()}, {torch.get_num_threads()} threads"
-    return holds(f"{rows} rows: {kind} is faster than {other}: {where}", faster)
+    return holds(f"{rows} rows: {kind} is faster than {rival}: {where}", faster)

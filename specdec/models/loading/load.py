@@ -35,18 +35,11 @@ from specdec.models.hf.derived import eyes, part_class
 from specdec.models.hf.load_errors import check_complete, check_folder, explained
 from specdec.models.hf.private_api import class_of
 from specdec.models.language_model import LanguageModel
-from specdec.models.loading.gguf import GgufFile, located
+from specdec.models.loading.gguf import GgufFile, gguf_path
 from specdec.models.loading.kept_weights import KeptWeights
 from specdec.models.loading.lighten import hearing, lightened
 from specdec.models.loading.packed_folder import is_packed_folder, read_packed, save_packed
-from specdec.models.loading.placement import (
-    POLICIES,
-    device_map,
-    dispatch,
-    offload_folder,
-    read_ahead,
-    to_devices,
-)
+from specdec.models.loading.placement import POLICIES, device_map, dispatch, offload_folder, read_ahead, to_devices
 from specdec.models.loading.quantizers import Quantizer, settle_four_bits
 from specdec.models.loading.stored_integers import StoredIntegers, refuse_rounding, stored_quantizer
 from specdec.models.loading.weight_files import find
@@ -59,14 +52,11 @@ _WHOLE = {"device_map", "offload"}  # options of loading that place the whole mo
 
 
 def load_model(
-    source: str | PathLike[str] | PreTrainedModel | LanguageModel,
-    how: Loading | None = None,
-    *,
-    name: str = "model",
+    source: str | PathLike[str] | PreTrainedModel | LanguageModel, how: Loading | None = None, *, name: str = "model"
 ) -> LanguageModel:
     """Loads the model at a hub name, path, GGUF file or `zoo:NAME` as `how` says; wraps a given model.
 
-    `name` is the caller's word for the argument: "model" and "target" mean the target of a zoo pair, others its draft.
+    `name` is the caller's word for the argument: "model" and "target" mean a zoo pair's target, other words its draft.
 
     Raises OptionError for loading options other than `PASSES` with a given model, an unknown `dtype` or device, and
     sources that do not exist; UnsupportedError if a quantization, backend or exactness is impossible here; LoadError
@@ -74,7 +64,7 @@ def load_model(
     """
     how, source = how or Loading(), unwrapped(source, name)
     if isinstance(source, LanguageModel | PreTrainedModel):
-        if names := [option for option in how.given if option not in PASSES]:
+        if names := [option for option in how.changes if option not in PASSES]:
             raise OptionError(
                 f"`{names[0]}` applies to loading, but the model is loaded already: change the model instead"
             )
@@ -88,22 +78,22 @@ def load_model(
         return LanguageModel(source, backend=how.backend, exactness=how.exactness)
     if not isinstance(source, (str, PathLike)):
         raise OptionError.of(name, "a hub name, a path or a transformers model", type(source).__name__)
-    return _from_checkpoint(str(source), *_located(source, how, name), name)
+    return _from_checkpoint(str(source), *_source_folder(source, how, name), name)
 
 
 def check_source(source: str, how: Loading, name: str = "model") -> None:
     """Raises OptionError where `source` names no model, and LoadError where the hub cannot say; it reads no weights."""
-    folder, how = _located(source, how, name)
+    folder, how = _source_folder(source, how, name)
     if how.gguf_file is None:
         with explained(source, name):
             config, _ = PreTrainedConfig.get_config_dict(folder, revision=how.revision)
             if not config:
                 raise OSError("it has no config.json")
     elif Path(folder).is_dir():
-        located(folder, str(how.gguf_file), how.revision)
+        gguf_path(folder, str(how.gguf_file), how.revision)
 
 
-def _located(source: str | PathLike[str], how: Loading, name: str) -> tuple[str, Loading]:
+def _source_folder(source: str | PathLike[str], how: Loading, name: str) -> tuple[str, Loading]:
     """The folder or hub name of a source, and how it is loaded, with the name of a GGUF file."""
     folder, file = split_gguf(
         bundled_models.locate(str(source), "target" if name in ("model", "target") else "draft", name)
@@ -140,7 +130,7 @@ def _from_checkpoint(source: str, folder: str, how: Loading, name: str) -> Langu
     """The wrapped model in `folder`, a path or hub name; `source` is the caller's word for it."""
     packs, began = how.backend != "eager", perf_counter()
     with explained(source, name):
-        is_whole = packs and not _WHOLE & how.given.keys() and _computes_on_cpu(how)
+        is_whole = packs and not _WHOLE & how.changes.keys() and _computes_on_cpu(how)
         weights = KeptWeights(folder, how) if is_whole else None
         model = weights and weights.read(partial(_read, argument=name))
         model = model or _read_fast(folder, how, name)
@@ -154,7 +144,7 @@ def _from_checkpoint(source: str, folder: str, how: Loading, name: str) -> Langu
 
 
 def _read_fast(folder: str, how: Loading, name: str) -> Any:
-    """The model of `_read`; speech and drafts in the numbers that are fastest here, unless the options name others."""
+    """The model of `_read`, with the numbers that are fastest here for speech and drafts, unless options name some."""
     few, packs = how.quantization == AUTO, how.backend != "eager"
     model = _read(folder, replace(how, quantization=None) if few else how, name)
     if packs and how.dtype == AUTO and how.quantization in (None, AUTO):
@@ -180,19 +170,19 @@ def _eyes(source: str, folder: str, how: Loading, name: str, language: LanguageM
 
 def _check_devices(how: Loading) -> None:
     """Raises OptionError if `device_map` names a device that does not exist here."""
-    here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    kind, count = ("", 0) if here is None else (here.type, torch.accelerator.device_count())
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    kind, count = ("", 0) if accelerator is None else (accelerator.type, torch.accelerator.device_count())
     for place in _places(how):
         if place in (*POLICIES, *_HOST):
             continue
         try:
             device = torch.device(kind or "cuda", place) if isinstance(place, int) else torch.device(place)
         except (RuntimeError, TypeError):
-            known = f"one of {', '.join((*POLICIES, *_HOST))}, a device of torch, or a mapping to these"
-            raise OptionError.of("device_map", known, place) from None
+            expected = f"one of {', '.join((*POLICIES, *_HOST))}, a device of torch, or a mapping to these"
+            raise OptionError.of("device_map", expected, place) from None
         if device.type not in ("cpu", "meta", kind) or (device.type == kind and (device.index or 0) >= count):
-            found = f"{count} of {kind}" if kind else "no accelerator"
-            raise OptionError(f"`device_map` names {place!r}, but torch finds {found} here: pass 'auto' or 'cpu'")
+            devices = f"{count} of {kind}" if kind else "no accelerator"
+            raise OptionError(f"`device_map` names {place!r}, but torch finds {devices} here: pass 'auto' or 'cpu'")
 
 
 def _places(how: Loading) -> list[Any]:
@@ -207,7 +197,7 @@ def _read(name: str, how: Loading, argument: str) -> Any:
         return _read_gguf(name, how)
     quantizer = make_quantizer(how.quantization)
     with offload_folder(how) as folder, warnings.catch_warnings():
-        # Wrong for weights outside of modules, which accelerate places well.
+        # The warning is wrong for weights outside of modules, which accelerate places well.
         warnings.filterwarnings("ignore", "The following device_map keys do not match")
         hub = {"revision": how.revision, "trust_remote_code": how.trust_remote_code}
         config = AutoConfig.from_pretrained(name, **hub)
@@ -216,12 +206,12 @@ def _read(name: str, how: Loading, argument: str) -> Any:
         quantizer = _stored_quantizer(name, config, how) or quantizer
         kind = _auto_class(config)
         places = device_map(how, kind, config)
-        text = None if _WHOLE & how.given.keys() else part_class(kind, config, reads_text=True)
+        text = None if _WHOLE & how.changes.keys() else part_class(kind, config, reads_text=True)
         reader = text or kind
         options: dict[str, Any] = {**hub, **_numbers(how, config, quantizer), "use_safetensors": True}
         options |= {"config": config, "output_loading_info": True, "offload_folder": folder}
         options["device_map"] = how.device_map if places is None or quantizer.converts else places
-        # a copy, as transformers replaces strings in it
+        # A copy, as transformers replaces strings in it.
         options["max_memory"] = how.max_memory and dict(how.max_memory)
         model, info = reader.from_pretrained(name, **options)
         if options["dtype"] == "auto" and _widens(model.dtype, config, how):  # the config had no dtype
@@ -283,10 +273,10 @@ def save_loaded(source: str, folder: Path, how: Loading) -> None:
     UnsupportedError without kernels.
     """
     kernels.check("a packed folder")
-    own = [word for word, kind in QUANTIZATIONS.items() if kind.package is None]
-    if how.quantization not in (None, *own):
-        raise OptionError.of("quantization", f"one of {', '.join(own)}", how.quantization)
-    place, how = _located(source, how, "target")
+    words = [word for word, kind in QUANTIZATIONS.items() if kind.package is None]
+    if how.quantization not in (None, *words):
+        raise OptionError.of("quantization", f"one of {', '.join(words)}", how.quantization)
+    place, how = _source_folder(source, how, "target")
     with explained(source, "target"):
         model = _read(place, how, "target")
         LanguageModel(model)  # raises for models that no layers of few bits fit
@@ -309,7 +299,7 @@ def _widens(stored: torch.dtype | None, config: Any, how: Loading) -> bool:
 
 
 def _widened(config: Any) -> torch.dtype:
-    """Logs that float16 weights load in float32, and returns that; `hearing` tells what it makes of speech."""
+    """Logs that float16 weights load in float32, and returns float32; for speech, `hearing` logs the numbers."""
     _log.log(
         logging.DEBUG if config.model_type == "whisper" else logging.INFO,
         "weights in float16 compute in float32, with the same numbers: CPUs are slow in float16 "
@@ -327,19 +317,19 @@ def _computes_on_cpu(how: Loading) -> bool:
 
 
 def _auto_class(config: Any) -> Any:
-    known = [AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq, AutoModelForImageTextToText]
+    classes = [AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq, AutoModelForImageTextToText]
     if not config.is_encoder_decoder:
-        known = [AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM]
-    return next((one for one in known if class_of(one, config)), known[0])
+        classes = [AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM]
+    return next((auto for auto in classes if class_of(auto, config)), classes[0])
 
 
 def make_quantizer(name: str | None) -> Quantizer:
-    """The quantizer of this name, or one that changes nothing; UnsupportedError if its package is missing."""
+    """The quantizer of this name; None gets one that changes nothing. UnsupportedError if its package is missing."""
     if name is None:
         return Quantizer()
     entry = QUANTIZATIONS[name]
     if entry.package is not None and find_spec(entry.package) is None:
-        free = " or ".join(repr(other) for other, kind in QUANTIZATIONS.items() if kind.package is None)
+        free = " or ".join(repr(word) for word, kind in QUANTIZATIONS.items() if kind.package is None)
         raise UnsupportedError(
             f"`quantization`={name!r} needs {entry.package}: pip install {entry.install or entry.package}, "
             f"or use {free}, which need no package"

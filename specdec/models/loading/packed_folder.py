@@ -1,7 +1,7 @@
 """A folder whose linear layers lie as the kernels read them, so that loading packs and rounds nothing.
 
 Its config says `"quantization_config": {"quant_method": "specdec"}`. The tensors of a packed layer bear the names of
-`PackedLinear`'s buffers; of a head and embeddings that share a weight, the embedding has them.
+`PackedLinear`'s buffers; where a head and embeddings share a weight, they stand under the embeddings' name.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from specdec.models.hf.private_api import cached
 from specdec.models.loading.weight_files import read_tensors, write_tensors
 
 METHOD = "specdec"
-_VERSION = 1  # of the layout
+_VERSION = 1  # the layout's
 _FILE = "model.safetensors"
 _KINDS = (kernels.PackedLinear, PackedEmbedding)
-_PLAIN, _QUANTIZED = ("torch.", "transformers."), ".integrations."  # modules of layers, and of ones that are not read
+_PLAIN, _QUANTIZED = ("torch.", "transformers."), ".integrations."  # Python modules of layers: read, and not read
 
 
 class PackedFolder:
@@ -43,7 +43,8 @@ class PackedFolder:
     def __init__(self, model: Any) -> None:
         kind, config = type(model), copy(model.config)
         kinds = [type(part) for part in model.modules() if type(part) not in _KINDS]
-        odd = [one.__name__ for one in kinds if not one.__module__.startswith(_PLAIN) or _QUANTIZED in one.__module__]
+        modules = {part.__name__: part.__module__ for part in kinds}
+        odd = [name for name, module in modules.items() if not module.startswith(_PLAIN) or _QUANTIZED in module]
         is_known = getattr(transformers, kind.__name__, None) is kind
         has_more = hasattr(config, "vision_config") or hasattr(config, "audio_config")
         if odd or has_more or not is_known or getattr(model, "_hf_peft_config_loaded", False):
@@ -87,7 +88,7 @@ def save_packed(model: Any, folder: Path) -> None:
 
 
 def _tensors(model: Any) -> dict[str, Callable[[], Tensor]]:
-    """What returns each tensor of a model, by name, tied ones once; layers that are joined get other tensors."""
+    """Functions that return a model's tensors, by name, a tied tensor once; joined layers get other tensors."""
     heads = {f"{place}.head": place for place, part in model.named_modules() if isinstance(part, PackedEmbedding)}
     tensors, addresses = dict[str, Callable[[], Tensor]](), set[int]()
     for full, tensor in model.state_dict().items():
@@ -112,7 +113,7 @@ def _version(tensor: Tensor) -> int:
 
 
 def is_packed_folder(config: Any) -> bool:
-    """Whether this is the config of a packed folder; raises UnsupportedError for one of another version."""
+    """Whether this is the config of a packed folder; raises UnsupportedError for another version."""
     scheme = getattr(config, "quantization_config", None) or {}
     if not isinstance(scheme, dict) or scheme.get("quant_method") != METHOD:
         return False
@@ -128,7 +129,7 @@ def is_packed_folder(config: Any) -> bool:
 def read_packed(name: str, config: Any, dtype: torch.dtype, *, revision: str | None, packs: bool, rounds: bool) -> Any:
     """The model of a packed folder in host memory; its layers are packed, or floats unless it `packs`.
 
-    `dtype` replaces the stored one. Raises LoadError for tensors that are missing or of another size.
+    `dtype` replaces the stored dtype. Raises LoadError for tensors that are missing or of another size.
     """
     likely = config.quantization_config.get("likely", 0)
     del config.quantization_config
@@ -136,17 +137,17 @@ def read_packed(name: str, config: Any, dtype: torch.dtype, *, revision: str | N
     model = empty_model(config, config.dtype)
     model.tie_weights()
     packed, names = dict[str, kernels.PackedLinear](), sharing(model)
-    alone = {one[0] for one in names.values() if len(one) == 1}
+    untied = {group[0] for group in names.values() if len(group) == 1}
     tables = {f"{place}.weight" for place, part in model.named_modules() if isinstance(part, nn.Embedding)}
-    tensors = read_tensors(cached(name, _FILE, revision), tables & alone)  # a pass reads a few rows of these tables
+    tensors = read_tensors(cached(name, _FILE, revision), tables & untied)  # a pass reads a few rows of these tables
     state = {key: tensor.to(config.dtype) if tensor.dtype == stored else tensor for key, tensor in tensors.items()}
     stacks = expert_stacks(model) | router_stacks(model)
     for module in [key.removesuffix(".packed") for key in tensors if key.endswith(".packed")]:
         stack = stacks.get(module)
         owner: Any = stack or model.get_submodule(module)
-        held = {leaf: state.pop(f"{module}.{leaf}", None) for leaf in kernels.HELD}
+        buffers = {leaf: state.pop(f"{module}.{leaf}", None) for leaf in kernels.HELD}
         try:
-            layer = kernels.restored_layer(held, *weight_of(owner).shape, rounds=rounds)
+            layer = kernels.restored_layer(buffers, *weight_of(owner).shape, rounds=rounds)
         except ValueError as error:
             raise LoadError(f"the layer {module} of {name!r} is broken ({error}): pack the model again") from error
         if packs:
@@ -167,7 +168,7 @@ def read_packed(name: str, config: Any, dtype: torch.dtype, *, revision: str | N
     put_packed(model, packed)
     if isinstance(head := model.get_output_embeddings(), kernels.PackedLinear):
         head.likely = likely
-    if missing := [key for key, tensor in model.state_dict().items() if tensor.is_meta]:
-        raise LoadError(f"{name!r} lacks {missing[0]} and {len(missing) - 1} others: pack the model again")
+    if absent := [key for key, tensor in model.state_dict().items() if tensor.is_meta]:
+        raise LoadError(f"{name!r} lacks {absent[0]} and {len(absent) - 1} others: pack the model again")
     model.generation_config = GenerationConfig.from_pretrained(name, revision=revision)
     return model

@@ -24,14 +24,14 @@ from specdec.options.load import Loading
 
 DeviceMap = dict[str, str | int]
 POLICIES = ("auto", "balanced", "balanced_low_0", "sequential")
-"""Of transformers' `device_map`."""
+"""Words that transformers' `device_map` takes."""
 _UNLIMITED = 1 << 60  # bytes
 
 
 def device_map(how: Loading, kind: Any, config: Any) -> DeviceMap | None:
     """The devices of an offloaded model's modules; None if all stay in memory.
 
-    All layers are offloaded; with an accelerator and `max_memory`, the last modules that do not fit.
+    All layers are offloaded; with an accelerator and `max_memory`, only the last modules, which do not fit.
     """
     if how.offload is None:
         return None
@@ -53,9 +53,10 @@ def device_map(how: Loading, kind: Any, config: Any) -> DeviceMap | None:
 
 
 def read_ahead(model: Any, how: Loading, stored: Mapping[str, Stored]) -> None:
-    """Streams layers from disk, or keeps those that fit in `max_memory`; with several devices accelerate's hooks stay.
+    """Streams layers from disk; layers that fit in `max_memory` stay. With several devices accelerate's hooks stay.
 
-    `stored`: where the weights on disk are (`find`). Raises OptionError if not even what lies outside the layers fits.
+    `stored`: the places of weights on disk (`find`). Raises OptionError if even the weights outside the layers do not
+    fit.
     """
     if how.offload == "disk" and not torch.accelerator.is_available():
         most = (how.max_memory or {}).get("cpu")
@@ -66,19 +67,19 @@ def read_ahead(model: Any, how: Loading, stored: Mapping[str, Stored]) -> None:
 
 def to_devices(model: Any, how: Loading) -> None:
     """Moves a model that was read into host memory to the devices of `device_map`, as `from_pretrained` would."""
-    where = how.device_map
-    if where is None:
+    places = how.device_map
+    if places is None:
         model.to(torch.get_default_device())
         return
-    if isinstance(where, str) and where in POLICIES:
+    if isinstance(places, str) and places in POLICIES:
         kinds = {"no_split_module_classes": _layers(model)}
         memory = None if how.max_memory is None else dict(how.max_memory)
-        if where != "sequential":
-            memory = get_balanced_memory(model, memory, low_zero=where == "balanced_low_0", **kinds)
-        where = infer_auto_device_map(model, max_memory=memory, **kinds)
-    if not isinstance(where, Mapping):
-        where = {"": where}
-    dispatch_model(model, dict(where), skip_keys=skipped_keys(model), offload_dir=how.offload_folder)
+        if places != "sequential":
+            memory = get_balanced_memory(model, memory, low_zero=places == "balanced_low_0", **kinds)
+        places = infer_auto_device_map(model, max_memory=memory, **kinds)
+    if not isinstance(places, Mapping):
+        places = {"": places}
+    dispatch_model(model, dict(places), skip_keys=skipped_keys(model), offload_dir=how.offload_folder)
 
 
 def _layers(model: Any) -> list[str]:
@@ -87,7 +88,7 @@ def _layers(model: Any) -> list[str]:
 
 
 def dispatch(model: Any, places: DeviceMap, folder: Path | None) -> None:
-    """Offloads a model that was changed after loading; what goes to disk is written to one file in `folder`."""
+    """Offloads a model that was changed after loading; weights for the disk go into one file in `folder`."""
     if folder is None:
         dispatch_model(model, places, skip_keys=skipped_keys(model))
         return

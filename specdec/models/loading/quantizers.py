@@ -1,4 +1,4 @@
-"""Quantizations: a config for loading, or layers that replace loaded ones.
+"""Quantizations: a config for loading, or layers that replace loaded layers.
 
 A new one is a subclass of `Quantizer` and a line in `specdec.options.load.QUANTIZATIONS`, from which options, the
 command line and the benchmark take its name.
@@ -22,8 +22,8 @@ from specdec.models.loading.weight_files import Mapped, Stored, by_module
 class Quantizer:
     """A quantization of one model that is being loaded; the base class changes nothing.
 
-    `name` is the caller's. `mapped`: the checkpoint's files, if `prepare` ran. `converts`: it changes the loaded model,
-    so that all weights pass through memory once, also with `offload`. `packs`: passes may run on packed weights
+    `name` is the caller's word. `mapped`: the checkpoint's files, if `prepare` ran. `converts`: it changes the loaded
+    model, so that all weights pass through memory once, also with `offload`. `packs`: passes may run on packed weights
     (`specdec.kernels`), whose layers round rows to 8 bits if the quantizer `rounds`.
     """
 
@@ -88,5 +88,5 @@ def settle_four_bits(model: Any) -> None:
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Drops what every int8 layer logs in every pass: that it casts its input."""
+    """Drops the line that every int8 layer logs in every pass: that it casts its input."""
     return "inputs will be cast" not in record.getMessage()

@@ -28,15 +28,15 @@ _MARKS = {"qweight", "weight_packed", "weight_scale", "weight_scale_inv"}  # ten
 _ELSEWHERE = {"k_scale", "v_scale", "scales"}  # tensors that belong to no linear layer: they would be left out
 _AWQ_PLACES = 0, 4, 1, 5, 2, 6, 3, 7  # where eight neighbouring columns lie in 32 bits
 _TOP = 15  # exponent of the largest scale of an output, where float16 holds 31 powers of two below it
-_BITS_BELOW = 7  # from the largest FP8 of a group to the unit of its integers: four bits of it and three powers of two
+_BITS_BELOW = 7  # from a group's largest FP8 to the unit of its integers: its four bits and three powers of two
 
 
 @dataclass(frozen=True)
 class Integers:
-    """A weight `[outputs, inputs]`: `(levels - zeros) * scales`, its inputs in `order`, if that is not None.
+    """A weight `[outputs, inputs]`: `(levels - zeros) * scales`, its inputs in `order` `[inputs]` unless it is None.
 
-    `levels` uint8 `[outputs, inputs]` from 0 to 2**bits - 1, `scales` and `zeros` `[outputs, groups]`; zeros that are
-    None are half of the range.
+    `levels` uint8 `[outputs, inputs]` from 0 to 2**bits - 1, `scales` and `zeros` `[outputs, groups]`; without zeros,
+    they are half of the range.
     """
 
     levels: Tensor
@@ -79,7 +79,7 @@ class Integers:
 
 @dataclass(frozen=True)
 class Eights:
-    """A weight in FP8 `[outputs, inputs]` with `scales` `[outputs, parts]` of `size` inputs, the last of fewer."""
+    """A weight in FP8 `[outputs, inputs]` with `scales` `[outputs, parts]`; a part spans `size` inputs, or fewer."""
 
     values: Tensor
     scales: Tensor
@@ -91,8 +91,8 @@ class Eights:
         return tuple(self.values.shape)
 
     def quantized(self) -> Quantized:
-        """In 8 bits: exact from an eighth of a group's largest power of two on, and where all of an output's scales are
-        equal; else to half of a unit, and scales to 11 bits."""
+        """The weight in 8 bits: exact from an eighth of a group's largest power of two on, where all of an output's
+        scales are equal; else numbers are exact to half of a unit, and scales to 11 bits."""
         inputs = self.values.shape[1]
         padded = nn.functional.pad(self.values.float(), (0, -inputs % GROUP))
         groups = padded.view(len(padded), -1, GROUP)
@@ -124,8 +124,8 @@ class Reordered(nn.Module):
         return y
 
 
-class Unread(nn.Module):
-    """Where a linear layer stood: the tensors that its checkpoint has for it, with their dtypes and shapes."""
+class StoredLayer(nn.Module):
+    """Stands in for a linear layer: the tensors that the checkpoint has for it, with their dtypes and shapes."""
 
     def __init__(self, layer: Any, tensors: Mapping[str, Stored]) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ class StoredIntegers(Quantizer):
             module = modules.get(name)
             marks = tensors.keys() & _MARKS
             if marks and type(module) in (nn.Linear, Conv1D):
-                model.set_submodule(name, Unread(module, tensors))
+                model.set_submodule(name, StoredLayer(module, tensors))
                 continue
             is_here = module is not None or ".experts." in name  # else in another part of the model
             if odd := (marks if is_here else ()) if marks else tensors.keys() & _ELSEWHERE:
@@ -181,37 +181,37 @@ class StoredIntegers(Quantizer):
 
     @torch.no_grad()
     def convert(self, model: Any) -> None:
-        """Replaces what `prepare` left by packed layers; by layers of floats if the model is not packed."""
+        """Replaces the tensors of layers by packed layers; by layers of floats if the model is not packed."""
         without_saving(model)
         packs = self.packs and model.dtype in kernels.FLOATS.values() and kernels.available()
-        unread_layers = [name for name, module in model.named_modules() if type(module) is Unread]
-        for name in with_bar(unread_layers, "Packing weights"):
-            unread = model.get_submodule(name)
+        names = [name for name, module in model.named_modules() if type(module) is StoredLayer]
+        for name in with_bar(names, "Packing weights"):
+            tensors = model.get_submodule(name)
             try:
-                layer = unread.layer(self._read, packs, self.rounds)
+                layer = tensors.layer(self._read, packs, self.rounds)
             except (ValueError, KeyError, IndexError, RuntimeError) as error:
                 reason = f"there is no {error}" if isinstance(error, KeyError) else str(error).splitlines()[0]
                 raise LoadError(
                     f"the tensors of {name} in {self.name!r} do not fit together ({reason}): download or save it again"
                 ) from error
             model.set_submodule(name, layer)
-            self.mapped.used(sum(parameter.nbytes for parameter in unread.parameters()))
+            self.mapped.used(sum(parameter.nbytes for parameter in tensors.parameters()))
         self.mapped.forget()
 
 
 def stored_quantizer(name: str, config: Any, how: Loading) -> StoredIntegers | None:
-    """The quantizer of a checkpoint that is quantized in a form that is known here, whose config then is a plain one.
+    """The quantizer of a checkpoint whose quantization is read here, whose `config` loses it; None for others.
 
     Raises OptionError for options of loading that go with plain weights, UnsupportedError for schemes that are not
     read.
     """
-    holders = [one for one in (config, config.get_text_config()) if getattr(one, "quantization_config", None)]
+    holders = [part for part in (config, config.get_text_config()) if getattr(part, "quantization_config", None)]
     scheme = holders[0].quantization_config if holders else {}
     if not isinstance(scheme, Mapping) or scheme.get("quant_method") not in READERS:
         return None
     refuse_rounding(name, scheme["quant_method"], how)
     quantizer = StoredIntegers(name, scheme)
-    for holder in {id(one): one for one in holders}.values():
+    for holder in {id(part): part for part in holders}.values():
         del holder.quantization_config
     return quantizer
 
@@ -227,7 +227,10 @@ def refuse_rounding(name: str, method: str, how: Loading) -> None:
 
 
 def _in_halves(scales: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Scales as float16 and a power of two for each output: exact for bfloat16, to 11 bits for float32."""
+    """`scales` `[outputs, groups]` in float16, and a power of two for each output `[outputs]`.
+
+    They are exact for bfloat16, and to 11 bits for float32.
+    """
     if scales.dtype == torch.float16:
         return scales, None
     wide = scales.float()
@@ -241,7 +244,7 @@ def _power(numbers: Tensor, exponent: int) -> Tensor:
 
 
 def _values(words: Tensor, bits: int) -> Tensor:
-    """The integers in rows of 32 bits, the lowest ones first: uint8 `[rows, integers]`."""
+    """The integers in rows of 32 bits, the lowest bits first: uint8 `[rows, integers]`."""
     bytes_ = words.contiguous().view(torch.uint8)
     if bits == 8:
         return bytes_
@@ -252,33 +255,33 @@ def _values(words: Tensor, bits: int) -> Tensor:
 
 def _awq(scheme: Mapping[str, Any]) -> Callable[[Tensors, int], Integers]:
     forms = ("gemm", "GEMM")
-    known = {"bits": (4,), "w_bit": (4,), "version": forms, "format": forms, "checkpoint_format": forms}
-    _check(scheme, {**known, "zero_point": (True,)})
+    fields = {"bits": (4,), "w_bit": (4,), "version": forms, "format": forms, "checkpoint_format": forms}
+    _check(scheme, {**fields, "zero_point": (True,)})
 
-    def turned(words: Tensor) -> Tensor:
+    def rows(words: Tensor) -> Tensor:
         eights = words.T.contiguous()  # columns of integers are rows of the layer's
         return torch.stack([(eights >> 4 * place & 15).to(torch.uint8) for place in _AWQ_PLACES], 1).flatten(0, 1)
 
-    return lambda tensors, _: Integers(turned(tensors["qweight"]), tensors["scales"].T, turned(tensors["qzeros"]))
+    return lambda tensors, _: Integers(rows(tensors["qweight"]), tensors["scales"].T, rows(tensors["qzeros"]))
 
 
 def _gptq(scheme: Mapping[str, Any]) -> Callable[[Tensors, int], Integers]:
     forms = ("gptq", "gptq_v2")
-    known = {"bits": (4, 8), "checkpoint_format": forms, "format": forms, "is_marlin_format": (False,)}
-    _check(scheme, {**known, "pack_dtype": ("int32",)})
-    one_more = scheme.get("checkpoint_format", scheme.get("format")) != "gptq_v2"  # the zeros are stored less one
+    fields = {"bits": (4, 8), "checkpoint_format": forms, "format": forms, "is_marlin_format": (False,)}
+    _check(scheme, {**fields, "pack_dtype": ("int32",)})
+    offset = scheme.get("checkpoint_format", scheme.get("format")) != "gptq_v2"  # the zeros are stored less one
 
     def read(tensors: Tensors, inputs: int) -> Integers:
         bits = 32 * len(tensors["qweight"]) // inputs
         levels, scales = _values(tensors["qweight"].T, bits), tensors["scales"].T
-        zeros = _values(tensors["qzeros"], bits).T.to(torch.int16) + one_more
+        zeros = _values(tensors["qzeros"], bits).T.to(torch.int16) + offset
         return _in_order(levels, scales, zeros, bits, tensors.get("g_idx"))
 
     return read
 
 
 def _in_order(levels: Tensor, scales: Tensor, zeros: Tensor | None, bits: int, groups: Tensor | None) -> Integers:
-    """Integers whose inputs are of these `groups` `[inputs]`, in whatever order."""
+    """Integers whose inputs belong to `groups` `[inputs]` in any order; others as in `Integers`."""
     inputs, count = levels.shape[1], scales.shape[1]
     if groups is None or count == 1:
         return Integers(levels, scales, zeros, bits)
@@ -310,7 +313,7 @@ def _compressed(scheme: Mapping[str, Any]) -> Callable[[Tensors, int], Integers 
             return _fp8_of(tensors["weight"], scales, size)
         else:
             levels = tensors["weight"].view(torch.uint8) ^ 128
-        if zeros is not None:  # those of packed integers are packed too
+        if zeros is not None:  # packed integers have packed zeros
             is_packed = zeros.dtype == torch.int32
             zeros = _values(zeros.T, bits).T if is_packed else zeros.to(torch.int16) + (1 << (bits - 1))
             zeros = _rows(zeros, len(levels))
@@ -320,7 +323,7 @@ def _compressed(scheme: Mapping[str, Any]) -> Callable[[Tensors, int], Integers 
 
 
 def _rows(numbers: Tensor, outputs: int) -> Tensor:
-    """Scales or zeros `[outputs, groups]`: of each output, or of all."""
+    """Scales or zeros `[outputs, groups]`, where each output has its numbers, or all outputs share one row."""
     return numbers.reshape(-1, numbers.shape[-1] if numbers.dim() == 2 else 1).expand(outputs, -1)
 
 
@@ -331,7 +334,10 @@ def _fp8(scheme: Mapping[str, Any]) -> Callable[[Tensors, int], Eights]:
 
 
 def _fp8_of(weight: Tensor, scales: Tensor, size: Any = None) -> Eights:
-    """FP8 with one scale, one for each output, or one for blocks, of `size` or as many as share the weight evenly."""
+    """FP8 `weight` `[outputs, inputs]` with one scale, `[outputs, 1]` scales, or `[rows, columns]` scales of blocks.
+
+    Blocks have `size`; without it, they share the weight evenly.
+    """
     if weight.dtype != torch.float8_e4m3fn:
         raise ValueError(f"they are {weight.dtype}, and float8_e4m3fn is read")
     outputs, inputs = weight.shape
@@ -342,9 +348,9 @@ def _fp8_of(weight: Tensor, scales: Tensor, size: Any = None) -> Eights:
     return Eights(weight, scales.repeat_interleave(rows, 0)[:outputs], columns)
 
 
-def _check(scheme: Mapping[str, Any], known: Mapping[str, tuple[Any, ...]], where: str = "") -> None:
-    """Raises UnsupportedError if a field that is there has another value than the `known` ones."""
-    for name, values in known.items():
+def _check(scheme: Mapping[str, Any], fields: Mapping[str, tuple[Any, ...]], where: str = "") -> None:
+    """Raises UnsupportedError if one of `fields` is there and has none of its values."""
+    for name, values in fields.items():
         if name in scheme and scheme[name] not in values:
             words = " or ".join(str(value) for value in values if value not in (None, {})) or "none"
             raise UnsupportedError(
@@ -360,11 +366,11 @@ _COMPRESSED: dict[str, dict[str, tuple[Any, ...]]] = {
     "float-quantized": {"type": ("float",), "num_bits": (8,), "strategy": (*_GROUPED, "block")},
     "naive-quantized": {"type": ("int", "float"), "num_bits": (8,), "strategy": (*_GROUPED, "block")},
 }
-"""By format of compressed-tensors: what `weights` may say."""
+"""A format of compressed-tensors -> the fields of `weights`, with the values that are read."""
 READERS: dict[str, Callable[[Mapping[str, Any]], Callable[[Tensors, int], Integers | Eights]]] = {
     "awq": _awq,
     "gptq": _gptq,
     "compressed-tensors": _compressed,
     "fp8": _fp8,
 }
-"""By `quant_method`: what reads a layer's tensors, given its number of inputs."""
+"""`quant_method` -> a function of the scheme that makes the reader of a layer's tensors and number of inputs."""

@@ -55,7 +55,7 @@ class Layer:
         self.weights = sorted(weights, key=lambda weight: (weight.stored.path, weight.stored.offset))
         self.nbytes = sum(weight.nbytes for weight in weights)
         self.runs: list[tuple[str, int, int, int]] = []  # path, first byte in it, first byte in the buffer, length
-        self.begins: list[int] = []  # of each weight, in the buffer
+        self.begins: list[int] = []  # the weights' first bytes in the buffer
         self.extent = 0
         path, end = "", -1
         for weight in self.weights:
@@ -72,7 +72,7 @@ class Layer:
 
 
 class Buffer:
-    """Memory for one layer: `raw` as in the file, and `ready` converted, where these differ."""
+    """Memory for one layer: `raw` as in the file, and `ready` converted, where the two differ."""
 
     def __init__(self, sizes: tuple[int, int], device: torch.device) -> None:
         raw, ready = sizes
@@ -83,8 +83,8 @@ class Buffer:
     def sizes(layers: Sequence[Layer], device: torch.device) -> tuple[int, int]:
         """Bytes of `raw` and `ready` for the largest of these layers."""
         raw = max(layer.extent for layer in layers)
-        same = all(weight.stored.dtype == weight.placeholder.dtype for layer in layers for weight in layer.weights)
-        if same and device.type == "cpu":
+        as_stored = all(weight.stored.dtype == weight.placeholder.dtype for layer in layers for weight in layer.weights)
+        if as_stored and device.type == "cpu":
             return raw, 0
         return raw, max(sum(aligned(weight.nbytes) for weight in layer.weights) for layer in layers)
 
@@ -106,11 +106,11 @@ class Buffer:
 class Reader:
     """Reads layers into buffers in a thread, which ends with the last reference to the reader."""
 
-    def __init__(self, streamed: Sequence[list[Layer]], device: torch.device, buffers: int, files: Files) -> None:
-        self.layers = [layer for found in streamed for layer in found]
+    def __init__(self, lists: Sequence[list[Layer]], device: torch.device, buffers: int, files: Files) -> None:
+        self.layers = [layer for layers in lists for layer in layers]
         self._after: list[int] = []  # after the last layer of a list comes its first again, in the next pass
-        for found in streamed:
-            start, n = len(self._after), len(found)
+        for layers in lists:
+            start, n = len(self._after), len(layers)
             self._after += [start + (i + 1) % n for i in range(n)]
         self._files = files
         self._free = [Buffer(Buffer.sizes(self.layers, device), device) for _ in range(buffers)]
@@ -133,13 +133,13 @@ class Reader:
                     weight.take()
 
     def _fetch(self, number: int) -> list[Tensor]:
-        wanted = [number]
-        while len(wanted) < len(self._free) + len(self._reading) and self._after[wanted[-1]] not in wanted:
-            wanted.append(self._after[wanted[-1]])
-        # One thread reads, so an unwanted read ends before its buffer is reused.
-        for unwanted in self._reading.keys() - set(wanted):
-            self._free.append(self._reading.pop(unwanted)[0])
-        for layer in wanted:
+        numbers = [number]
+        while len(numbers) < len(self._free) + len(self._reading) and self._after[numbers[-1]] not in numbers:
+            numbers.append(self._after[numbers[-1]])
+        # One thread reads, so a stale read ends before its buffer is reused.
+        for stale in self._reading.keys() - set(numbers):
+            self._free.append(self._reading.pop(stale)[0])
+        for layer in numbers:
             if layer not in self._reading:
                 buffer = self._free.pop()
                 self._reading[layer] = buffer, self._thread.submit(buffer.fill, self.layers[layer], self._files)
@@ -152,7 +152,7 @@ class Reader:
 
 
 def run_layer(reader: Reader, number: int, /, *args: Any, **kwargs: Any) -> Any:
-    """What replaces a layer's `forward`; the layer has its weights while it runs."""
+    """Runs a layer in place of its `forward`; the layer has its weights while it runs."""
     module = reader.layers[number].module()
     with reader.at_hand(number):
         return type(module).forward(module, *args, **kwargs)
@@ -163,21 +163,21 @@ def stream(model: nn.Module, stored: Mapping[str, Stored], *, max_memory: int | 
     """Lets a model that accelerate has offloaded to disk, and that computes on one device, read its layers itself.
 
     Changes `model`, whose weights on disk are `stored` (`weight_files.find`). `max_memory` bounds the bytes of weights
-    and buffers: what is outside the layers stays in memory, with two buffers or, where there is less room, one, then as
+    and buffers: weights outside the layers stay in memory, with two buffers or, where there is less room, one, then as
     many layers as fit (None: no layer). With one buffer nothing is read ahead. Raises OptionError if `max_memory` is
-    too small, UnsupportedError for weights of other types than plain ones, LoadError for files that cannot be read; the
-    model is then unchanged.
+    too small, UnsupportedError for weights that are no plain parameters or tensors, LoadError for files that cannot be
+    read; the model is then unchanged.
     """
     device, files = execution_device(model), Files()
-    lists, rest = _layers_and_rest(model, stored)
-    here = [tensor for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta]
-    fixed = sum({tensor.untyped_storage().data_ptr(): tensor.nbytes for tensor in here}.values())
-    fixed += sum({weight.stored: weight.nbytes for weight in rest}.values())
-    streamed, buffers = _streamed(lists, fixed, max_memory, device)
+    lists, outside = _layers_and_outside(model, stored)
+    tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta]
+    fixed = sum({tensor.untyped_storage().data_ptr(): tensor.nbytes for tensor in tensors}.values())
+    fixed += sum({weight.stored: weight.nbytes for weight in outside}.values())
+    streamed, buffers = _divide(lists, fixed, max_memory, device)
     reader = Reader(streamed, device, buffers, files)
     numbers = {layer: number for number, layer in enumerate(reader.layers)}
-    kept = [layer for layers in lists for layer in layers if layer not in numbers]
-    loaded = _load([*rest, *(weight for layer in kept for weight in layer.weights)], device, files)
+    residents = [layer for layers in lists for layer in layers if layer not in numbers]
+    loaded = _load([*outside, *(weight for layer in residents for weight in layer.weights)], device, files)
     detach(model)
     for weight, tensor in loaded:
         weight.put(tensor)
@@ -187,26 +187,26 @@ def stream(model: nn.Module, stored: Mapping[str, Stored], *, max_memory: int | 
         layer.module().forward = partial(run_layer, reader, number)
 
 
-def _layers_and_rest(model: nn.Module, stored: Mapping[str, Stored]) -> tuple[list[list[Layer]], list[Weight]]:
-    """The layers with weights on disk, list by list, and the weights that belong to none or to several."""
+def _layers_and_outside(model: nn.Module, stored: Mapping[str, Stored]) -> tuple[list[list[Layer]], list[Weight]]:
+    """The layers with weights on disk, list by list, and the weights that belong to no layer or to several."""
     lists: dict[str, nn.ModuleList] = {}
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and not any(name.startswith(f"{outer}.") for outer in lists):
             lists[name] = module
-    owners = [f"{name}.{i}" for name, found in lists.items() for i in range(len(found))]
+    owners = [f"{name}.{i}" for name, modules in lists.items() for i in range(len(modules))]
     placed, users = list[tuple[str, Weight]](), defaultdict[Stored, set[str]](set)
     for name, weight in _weights(model, stored):
         owner = next((owner for owner in owners if name.startswith(f"{owner}.")), "")
         placed.append((owner, weight))
         users[weight.stored].add(owner)
-    own = defaultdict[str, list[Weight]](list)
+    by_owner = defaultdict[str, list[Weight]](list)
     for owner, weight in placed:
-        own[owner if len(users[weight.stored]) == 1 else ""].append(weight)
+        by_owner[owner if len(users[weight.stored]) == 1 else ""].append(weight)
     by_list = [
-        [Layer(module, own[owner]) for i, module in enumerate(found) if (owner := f"{name}.{i}") in own]
-        for name, found in lists.items()
+        [Layer(module, by_owner[owner]) for i, module in enumerate(modules) if (owner := f"{name}.{i}") in by_owner]
+        for name, modules in lists.items()
     ]
-    return [layers for layers in by_list if layers], own[""]
+    return [layers for layers in by_list if layers], by_owner[""]
 
 
 def _weights(model: nn.Module, stored: Mapping[str, Stored]) -> Iterator[tuple[str, Weight]]:
@@ -221,37 +221,37 @@ def _weights(model: nn.Module, stored: Mapping[str, Stored]) -> Iterator[tuple[s
                 yield name, Weight(home, leaf, tensor, stored[name])
 
 
-def _streamed(
+def _divide(
     lists: Sequence[list[Layer]], fixed: int, max_memory: int | None, device: torch.device
 ) -> tuple[list[list[Layer]], int]:
     """The layers that do not stay, where `fixed` bytes are in memory anyway, and how many buffers there is room for."""
-    layers = [layer for found in lists for layer in found]
-    if not layers:
+    all_layers = [layer for layers in lists for layer in layers]
+    if not all_layers:
         return [], 0
     if max_memory is None:
         return list(lists), _BUFFERS
     spare = max_memory - fixed
-    if sum(layer.nbytes for layer in layers) <= spare:
+    if sum(layer.nbytes for layer in all_layers) <= spare:
         return [], 0
-    size = sum(Buffer.sizes(layers, device))
+    size = sum(Buffer.sizes(all_layers, device))
     if spare < size:
         raise OptionError.of("max_memory", f"at least {fixed + size} bytes for this model", max_memory)
     buffers, streamed = min(_BUFFERS, spare // size), []
     spare -= buffers * size
-    for found in reversed(lists):  # decoders come last, and their layers are read in every pass
-        kept = _spread(found, spare)
-        spare -= sum(layer.nbytes for layer in kept)
-        streamed.append([layer for layer in found if layer not in kept])
+    for layers in reversed(lists):  # decoders come last, and their layers are read in every pass
+        residents = _spread(layers, spare)
+        spare -= sum(layer.nbytes for layer in residents)
+        streamed.append([layer for layer in layers if layer not in residents])
     return streamed, buffers
 
 
-def _spread(found: list[Layer], spare: int) -> set[Layer]:
-    """As many layers as fit into `spare` bytes, evenly spread, so that there is time to read those between them."""
-    n = len(found)
+def _spread(layers: list[Layer], spare: int) -> set[Layer]:
+    """As many layers as fit into `spare` bytes, evenly spread, so that the layers between them can be read in time."""
+    n = len(layers)
     for count in range(n, 0, -1):
-        kept = {layer for i, layer in enumerate(found) if (i + 1) * count // n > i * count // n}
-        if sum(layer.nbytes for layer in kept) <= spare:
-            return kept
+        residents = {layer for i, layer in enumerate(layers) if (i + 1) * count // n > i * count // n}
+        if sum(layer.nbytes for layer in residents) <= spare:
+            return residents
     return set()
 
 

@@ -78,9 +78,9 @@ class Files:
 
 
 def read_tensors(path: str, mapped: Set[str] = frozenset()) -> dict[str, Tensor]:
-    """The tensors of a safetensors file by name, read into memory of their own, in huge pages where there are such.
+    """The tensors of a safetensors file by name, read into new memory, in huge pages where the system has them.
 
-    Tensors of one name in neighbouring modules lie side by side; those that are `mapped` are views of the file.
+    Tensors of one name in neighbouring modules lie side by side; tensors in `mapped` are views of the file.
     """
     places, groups = _header(path), defaultdict[tuple[str, str], list[str]](list)
     for name in places.keys() - mapped:
@@ -100,7 +100,7 @@ def read_tensors(path: str, mapped: Set[str] = frozenset()) -> dict[str, Tensor]
 
     whole = torch.from_file(path, shared=False, size=os.path.getsize(path), dtype=torch.uint8)
     mapped_places = {name: places[name] for name in mapped & places.keys()}
-    tensors = {name: one.of(whole[one.offset : one.offset + one.nbytes]) for name, one in mapped_places.items()}
+    tensors = {name: stored.of(whole[stored.offset :][: stored.nbytes]) for name, stored in mapped_places.items()}
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # most of the time goes into new pages
         read_groups = pool.map(read, groups.values())
         for _ in with_bar(groups.keys(), "Loading weights"):
@@ -111,25 +111,26 @@ def read_tensors(path: str, mapped: Set[str] = frozenset()) -> dict[str, Tensor]
 def write_tensors(path: Path, tensors: Mapping[str, Callable[[], Tensor]], check: Callable[[], object]) -> None:
     """Writes a safetensors file, one tensor after the other, without a copy of them all; calls `check` before each.
 
-    Every tensor is called twice, and may lie elsewhere the second time; raises LoadError if it is another one then.
+    Every function of `tensors` is called twice, and its tensor may lie elsewhere the second time; raises LoadError if
+    the tensor has another dtype or shape then.
     """
     words = {dtype: word for word, dtype in str_to_torch_dtype.items()}
     ordered = sorted(tensors.items(), key=lambda item: -item[1]().element_size())  # so that all of them are aligned
     header, end = dict[str, Any](__metadata__={"format": "pt"}), 0
     for name, get in ordered:
-        one, start = get(), end
-        end += one.nbytes
-        header[name] = {"dtype": words[one.dtype], "shape": list(one.shape), "data_offsets": [start, end]}
+        tensor, start = get(), end
+        end += tensor.nbytes
+        header[name] = {"dtype": words[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name, get in ordered:
             check()
-            one = get().contiguous()
-            if (words[one.dtype], list(one.shape)) != (header[name]["dtype"], header[name]["shape"]):
+            tensor = get().contiguous()
+            if (words[tensor.dtype], list(tensor.shape)) != (header[name]["dtype"], header[name]["shape"]):
                 raise LoadError(f"the weight {name} was changed while it was written")
-            file.write(one.view(-1).view(torch.uint8).numpy().data)
+            file.write(tensor.view(-1).view(torch.uint8).numpy().data)
             get()  # raises if it was changed meanwhile
         file.flush()
         os.fsync(file.fileno())
@@ -147,13 +148,13 @@ class Mapped:
         self._paths, self._read = {os.path.realpath(file) for file in files}, 0
 
     def used(self, nbytes: int) -> None:
-        """So many bytes more were read, which are not needed again."""
+        """Counts bytes that were read and are not needed again."""
         self._read += nbytes
         if self._read > _MOST_MAPPED:
             self.forget()
 
     def forget(self) -> None:
-        """Gives back the memory of all that was read; what is needed is read again from the file."""
+        """Gives back the memory of all bytes that were read; the file is read again where they are needed."""
         self._read = 0
         if not hasattr(mmap, "MADV_DONTNEED"):
             return
@@ -166,7 +167,7 @@ class Mapped:
 
 
 def by_module(model: Any, files: Sequence[str]) -> dict[str, dict[str, Stored]]:
-    """The tensors of a checkpoint's files by the names of the model's modules, then by their own."""
+    """The tensors of a checkpoint's files by the names of the model's modules, then by the tensors' last names."""
     stored = defaultdict[str, dict[str, Stored]](dict)
     for file in files:
         for name, tensor in _header(file).items():
@@ -178,23 +179,23 @@ def by_module(model: Any, files: Sequence[str]) -> dict[str, dict[str, Stored]]:
 def find(model: nn.Module) -> dict[str, Stored]:
     """The places on disk of parameters and buffers that accelerate will load from there, by name.
 
-    Raises LoadError if accelerate has no such weight, or a file holds one of another shape.
+    Raises LoadError if accelerate lacks the weight, or a file holds it in another shape.
     """
-    header, found = cache(_header), dict[str, Stored]()
-    keys: dict[int, set[str]] = {}  # of each loader
+    header, places = cache(_header), dict[str, Stored]()
+    keys: dict[int, set[str]] = {}  # a loader's id -> its keys
     tensors = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
     for name, tensor in tensors:
         if not tensor.is_meta or (place := home(model, name)) is None:
             continue  # in memory, or not managed by accelerate
         loader, key = place
         if (entry := getattr(loader, "index", {}).get(key)) is not None:
-            found[name] = _stored(key, entry, header, tensor)
+            places[name] = _stored(key, entry, header, tensor)
         elif key not in keys.setdefault(id(loader), set(loader)):
             raise LoadError(
                 f"weight {name!r} should lie on disk, and no file has it, as it is no part of the checkpoint: give its "
                 "module a place in memory in `device_map`, or pass `offload`='disk' instead"
             )
-    return found
+    return places
 
 
 def _stored(
@@ -215,8 +216,8 @@ def _stored(
 
 def _header(path: str) -> Mapping[str, Stored]:
     """The tensors of a safetensors file: https://huggingface.co/docs/safetensors."""
-    if (wrong := what_is_wrong(Path(path))) is not None:
-        raise LoadError(f"{path} {wrong}: download or save it again")
+    if (fault := what_is_wrong(Path(path))) is not None:
+        raise LoadError(f"{path} {fault}: download or save it again")
     with open(path, "rb") as file:
         start = 8 + int.from_bytes(file.read(8), "little")
         entries: dict[str, Any] = json.loads(file.read(start - 8))

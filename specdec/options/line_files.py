@@ -8,7 +8,7 @@ from typing import BinaryIO
 
 
 def whole_lines(file: BinaryIO) -> Iterator[bytes]:
-    """The lines of a file that is open for appending; at the end, removes an incomplete last one from it."""
+    """The lines of a file that is open for appending; at the end, cuts an incomplete last line off the file."""
     end = 0
     with Path(file.name).open("rb") as reader:
         for line in reader:
