@@ -155,7 +155,10 @@ class Outcome:
 def accept(one: Outcome, out: Logits) -> None:
     """Takes the strategy's ordinary steps, for as long as the pass, or an earlier one, computed every leaf.
 
-    Without a proposal that is one step. `out` has only those hidden states and attentions that the request keeps.
+    A node of the proposal is *accepted* if a step leads to it: the draft guessed what the strategy takes from the
+    target's logits. Unless an accepted node ends the text, one more step takes a token that the draft did not guess: a
+    *corrected token* if the draft guessed others there, a *bonus token* if it guessed none, as without a proposal.
+    `out` has only those hidden states and attentions that the request keeps.
     """
     seq, proposal, strategy = one.seq, out.work.proposal, one.seq.strategy
     tree = seq.tree.graft(proposal, seq.leaves) if seq.tree.tokens else proposal
