@@ -44,7 +44,7 @@ class Auto(Cost):
         budgets = super().budgets(seqs)
         if self.is_measured:
             return budgets
-        lengths = [own.limit for own in self.heuristic.budgets(seqs)]
+        lengths = [budget.limit for budget in self.heuristic.budgets(seqs)]
         return [
             replace(budget, limit=min(budget.limit, length)) if budget.branches in (None, 1) else budget
             for budget, length in zip(budgets, lengths, strict=True)
@@ -81,8 +81,8 @@ def make_schedule(
     """
     tokens, kind = options.num_assistant_tokens, schedule_kind(options)
     if kind is None:
-        own: Schedule = options.schedule
-        return own
+        schedule: Schedule = options.schedule
+        return schedule
     if options.schedule is None and lookup_tokens is not None and tokens is None:
         tokens, kind = lookup_tokens, Constant
     setup = ScheduleSetup(
