@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from specdec.core.budget import Budget
 from specdec.core.draft_schedules import Schedule
@@ -177,43 +177,35 @@ class OpenDrafts:
 
     def _check(self, seq: RunningSequence, budget: Budget, tree: Tree, name: str) -> None:
         """Raises DraftError for a proposal of the draft `name` that the target could not verify."""
+
+        def refuse(what: str, way_out: str) -> NoReturn:
+            raise DraftError(f"the draft {name!r} proposed {what}: {way_out}")
+
         for part in ("tokens", "parents", "confidence"):
             if not isinstance(value := getattr(tree, part), list | None):
-                kind = type(value).__name__
-                raise DraftError(f"the draft {name!r} proposed a Tree whose `{part}` is a {kind}: make it a list")
+                refuse(f"a Tree whose `{part}` is a {type(value).__name__}", "make it a list")
         nodes, chances, vocab = len(tree.tokens), tree.confidence, self._model.vocab_size
         if len(tree.parents) != nodes or (chances is not None and len(chances) != nodes):
             count = None if chances is None else len(chances)
             sizes = f"{nodes} tokens, {len(tree.parents)} parents and {count} confidences"
-            raise DraftError(f"the draft {name!r} proposed {sizes}: give each token one of each, or no confidences")
+            refuse(sizes, "give each token one of each, or no confidences")
         if chances is not None and not all(0 <= chance <= _CERTAIN for chance in chances):
-            raise DraftError(f"the draft {name!r} proposed the confidences {chances}: give each token one from 0 to 1")
+            refuse(f"the confidences {chances}", "give each token one from 0 to 1")
         if tree.q is not None and (len(tree.q) != nodes or any(q.shape not in ((vocab,), (0,)) for q in tree.q)):
-            shapes = [list(q.shape) for q in tree.q]
-            raise DraftError(
-                f"the draft {name!r} proposed {nodes} tokens with `q` of the shapes {shapes}: give each token its "
-                f"distribution [{vocab}], or an empty one if it was not drawn"
-            )
+            shapes = f"{nodes} tokens with `q` of the shapes {[list(q.shape) for q in tree.q]}"
+            refuse(shapes, f"give each token its distribution [{vocab}], or an empty one if it was not drawn")
         if not all(-len(seq.leaves) <= parent < node for node, parent in enumerate(tree.parents)):
-            raise DraftError(
-                f"the draft {name!r} proposed nodes with the parents {tree.parents}: parents come before their "
-                f"children, and -1 to -{len(seq.leaves)} are the leaves of the text"
-            )
+            order = f"parents come before their children, and -1 to -{len(seq.leaves)} are the leaves of the text"
+            refuse(f"nodes with the parents {tree.parents}", order)
         depth = tree.depth
         if depth and depth >= seq.remaining:
-            raise DraftError(
-                f"the draft {name!r} proposed {depth} tokens in a row, but the text may only grow by "
-                f"{seq.remaining}: propose at most `seq.remaining - 1`"
-            )
+            row = f"{depth} tokens in a row, but the text may only grow by {seq.remaining}"
+            refuse(row, "propose at most `seq.remaining - 1`")
         if depth > max(budget.limit, 0):
-            raise DraftError(
-                f"the draft {name!r} proposed {depth} tokens in a row, but its budget allows {budget.limit}: propose "
-                "at most `budget.limit`"
-            )
+            row = f"{depth} tokens in a row, but its budget allows {budget.limit}"
+            refuse(row, "propose at most `budget.limit`")
         if not all(is_whole(token) and 0 <= token < vocab for token in tree.tokens):
-            raise DraftError(
-                f"the draft {name!r} proposed ids that the target lacks: propose whole numbers from 0 to {vocab - 1}"
-            )
+            refuse("ids that the target lacks", f"propose whole numbers from 0 to {vocab - 1}")
 
     def message(self, outcome: Outcome, target: Session) -> Commit | None:
         """What a sequence's draft gets of a round; None for a chunk of a prompt whose hidden states it does not read.
