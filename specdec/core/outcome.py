@@ -138,18 +138,8 @@ class Outcome:
             nodes = [node for node, parent in enumerate(parents) if parent in reached]
             levels = len({parents[node] for node in nodes})
             tested = [(confidence[node], node in accepted) for node in nodes]
-        return SequenceRound(
-            id=self.seq.id,
-            drafted=len(tokens),
-            depth=depth,
-            accepted=self.accepted,
-            prefill=prefill,
-            source=proposal.source,
-            tested=tested,
-            levels=levels,
-            steps=self.steps,
-            finish=self.finish,
-        )
+        guess = len(tokens), depth, self.accepted, prefill, proposal.source
+        return SequenceRound(self.seq.id, *guess, tested, levels, self.steps, self.finish)
 
 
 def accept(outcome: Outcome, out: Logits) -> None:

@@ -12,14 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from specdec.core.budget import Budget
 from specdec.core.draft_schedules.cost import Cost
-from specdec.core.draft_schedules.fixed import (
-    Confidence,
-    Constant,
-    Heuristic,
-    NamedSchedule,
-    Schedule,
-    ScheduleSetup,
-)
+from specdec.core.draft_schedules.fixed import Confidence, Constant, Heuristic, NamedSchedule, Schedule, ScheduleSetup
 
 if TYPE_CHECKING:
     from specdec.core.drafts import SequenceView
@@ -109,9 +102,4 @@ def schedule_kind(options: Any) -> type[NamedSchedule] | None:
     return SCHEDULES[options.schedule or ("heuristic" if by_no_clock else DEFAULT)]
 
 
-__all__ = [
-    "SCHEDULES",
-    "Schedule",
-    "make_schedule",
-    "schedule_kind",
-]
+__all__ = ["SCHEDULES", "Schedule", "make_schedule", "schedule_kind"]
