@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 class Branch(NamedTuple):
     """A path that a draft considers: its tokens after the sequence's text, and the sum of their log-probabilities.
 
-    `confidence`: the draft's probability of the last token; `chances`: those of all tokens, empty for branches of a
-    search. `q` `[vocab]`: the distribution that the last token was drawn from, if it was drawn. `groups`: the groups of
-    beams that would use the path.
+    `confidence`: the draft's probability of the last token; `chances`: its probabilities of all tokens, empty for
+    branches of a search. `q` `[vocab]`: the distribution that the last token was drawn from, if it was drawn.
+    `groups`: the groups of beams that would use the path.
     """
 
     tokens: list[int]
@@ -254,7 +254,7 @@ class Proposer(ABC):
         """Returns n <= `length`: the draft copied its state of the first n tokens of `source` to the new `seq`.
 
         `source` is the id of a running sequence, or a state that a proposer of the same draft saved. For a draft with
-        `hidden_layers`, `update` brings hidden states from token n on, after 0 those of the whole prompt.
+        `hidden_layers`, `update` brings hidden states from token n on, after 0 the whole prompt's.
         """
         return 0
 

@@ -70,7 +70,7 @@ class Outcome:
     `works` and `out`: what the target computed for it, in one row or, under guidance, two. Without steps and states it
     was a chunk of a prompt. `path`: the nodes of branches and proposal (numbered as in `Work`) that stay cached; the
     first `num_text` of them have become text. `tokens`: what the text gains. `states`: the strategy's after each step.
-    `accepted`: the draft had guessed the tokens of the first `accepted` steps. `tree`, `leaves` and `known` are the
+    `accepted`: the draft had guessed the tokens of the first `accepted` steps. `tree`, `leaves` and `views` are the
     sequence's from now on.
     """
 
@@ -87,7 +87,7 @@ class Outcome:
     tokens: list[int] = field(default_factory=list)
     tree: Tree = EMPTY
     leaves: Sequence[int] = (-1,)
-    known: dict[int, View] = field(default_factory=dict)
+    views: dict[int, View] = field(default_factory=dict)
 
     def hidden(self, layers: Sequence[int], length: int) -> Hidden:
         """The hidden states of the new text and of new nodes on the path, without positions that have no ids.
@@ -96,9 +96,9 @@ class Outcome:
         """
         work, first = self.out.work, length - self.seq.num_embeds_only
         nodes = work.path([node for node in self.path if node >= work.num_cached])[max(-first, 0) :]
-        own = [node - work.num_cached for node in nodes]
-        is_run = bool(own) and own == list(range(own[0], own[0] + len(own)))
-        places = slice(own[0], own[-1] + 1) if is_run else own  # a slice copies nothing
+        rows = [node - work.num_cached for node in nodes]
+        is_run = bool(rows) and rows == list(range(rows[0], rows[0] + len(rows)))
+        places = slice(rows[0], rows[-1] + 1) if is_run else rows  # a slice copies nothing
         assert self.out.hidden_states is not None
         parts = [self.out.hidden_states[layer][places] for layer in layers]
         if parts[0].untyped_storage().nbytes() > _MOST_HELD * parts[0].nbytes:
@@ -108,12 +108,12 @@ class Outcome:
     def apply(self) -> None:
         """Makes the outcome the sequence's own; its unconditional sequence gets the same tokens."""
         seq = self.seq
-        for own in seq.batch_seqs:
-            own.tokens += self.tokens
-            own.tree, own.num_cached, own.leaves = self.tree, len(self.path) - self.num_text, self.leaves
+        for row_seq in seq.batch_seqs:
+            row_seq.tokens += self.tokens
+            row_seq.tree, row_seq.num_cached, row_seq.leaves = self.tree, len(self.path) - self.num_text, self.leaves
         if seq.history is not None:
             seq.history += self.states
-        seq.state, seq.known = self.states[-1], self.known
+        seq.state, seq.views = self.states[-1], self.views
         seq.steps += self.steps
         seq.traces += self.traces
         seq.finish, seq.prefilled = self.finish, True
@@ -138,26 +138,19 @@ class Outcome:
             nodes = [node for node, parent in enumerate(parents) if parent in reached]
             levels = len({parents[node] for node in nodes})
             tested = [(confidence[node], node in accepted) for node in nodes]
-        return SequenceRound(
-            id=self.seq.id,
-            drafted=len(tokens),
-            depth=depth,
-            accepted=self.accepted,
-            prefill=prefill,
-            source=proposal.source,
-            tested=tested,
-            levels=levels,
-            steps=self.steps,
-            finish=self.finish,
-        )
+        guess = len(tokens), depth, self.accepted, prefill, proposal.source
+        return SequenceRound(self.seq.id, *guess, tested, levels, self.steps, self.finish)
 
 
-def accept(one: Outcome, out: Logits) -> None:
+def accept(outcome: Outcome, out: Logits) -> None:
     """Takes the strategy's ordinary steps, for as long as the pass, or an earlier one, computed every leaf.
 
-    Without a proposal that is one step. `out` has only those hidden states and attentions that the request keeps.
+    A node of the proposal is *accepted* if a step leads to it: the draft guessed what the strategy takes from the
+    target's logits. Unless an accepted node ends the text, one more step takes a token that the draft did not guess: a
+    *corrected token* if the draft guessed others there, a *bonus token* if it guessed none, as without a proposal.
+    `out` has only those hidden states and attentions that the request keeps.
     """
-    seq, proposal, strategy = one.seq, out.work.proposal, one.seq.strategy
+    seq, proposal, strategy = outcome.seq, out.work.proposal, outcome.seq.strategy
     tree = seq.tree.graft(proposal, seq.leaves) if seq.tree.tokens else proposal
     children, state, traces = tree.children(), seq.state, out.hidden_states is not None or out.attentions is not None
     bare = replace(out, hidden_states=None, attentions=None, cross_attentions=None) if traces else out
@@ -165,40 +158,40 @@ def accept(one: Outcome, out: Logits) -> None:
 
     def view(node: int) -> View:
         """The target's output at a node of `tree`, from this pass or an earlier one; -1 is the end of the text."""
-        if node in seq.known:
-            return seq.known[node]
+        if node in seq.views:
+            return seq.views[node]
         return View(bare, offset + node, trace_of(out, tree.path(node)) if traces else NO_TRACE)
 
     nodes: list[int | None] = list(seq.leaves)
     ends: list[NewLeaf] = []
-    while one.finish is None and None not in nodes:
+    while outcome.finish is None and None not in nodes:
         leaves = [node for node in nodes if node is not None]
-        seen = [view(leaf) for leaf in leaves]
-        move = strategy.advance(seq, state, seen, one.steps)
-        state, one.finish = move.state, move.finish
-        one.states.append(state)
+        views = [view(leaf) for leaf in leaves]
+        move = strategy.advance(seq, state, views, outcome.steps)
+        state, outcome.finish = move.state, move.finish
+        outcome.states.append(state)
         if move.step is not None:
-            one.steps.append(move.step)
+            outcome.steps.append(move.step)
         if traces:
-            shown = range(len(seen)) if move.shown is None else move.shown
+            shown = range(len(views)) if move.shown is None else move.shown
             if not seq.is_search:
-                one.traces.append(seen[0].trace)
+                outcome.traces.append(views[0].trace)
             elif shown:
-                one.traces.append(stacked([seen[leaf].trace for leaf in shown], [leaf < 0 for leaf in shown]))
+                outcome.traces.append(stacked([views[leaf].trace for leaf in shown], [leaf < 0 for leaf in shown]))
         ends = [(leaves[parent], token) for parent, token in zip(move.parents, move.tokens, strict=True)]
         nodes = [children.get(end) for end in ends]
     if seq.is_search:
-        one.accepted = len(one.states) - 1
-        _settle(one, tree, view, ends, nodes)
+        outcome.accepted = len(outcome.states) - 1
+        _settle(outcome, tree, view, ends, nodes)
     else:
         [last] = nodes  # a final token may have been guessed too
-        one.path = tree.path(ends[0][0] if last is None else last)
-        one.accepted = one.num_text = len(one.path)
-        one.tokens = [step.token for step in one.steps]
+        outcome.path = tree.path(ends[0][0] if last is None else last)
+        outcome.accepted = outcome.num_text = len(outcome.path)
+        outcome.tokens = [step.token for step in outcome.steps]
 
 
 def _settle(
-    one: Outcome, tree: Tree, view: Callable[[int], View], ends: list[NewLeaf], nodes: list[int | None]
+    outcome: Outcome, tree: Tree, view: Callable[[int], View], ends: list[NewLeaf], nodes: list[int | None]
 ) -> None:
     """What stays of a search's `tree`, whose new leaves are `ends`, computed as `nodes` or not yet.
 
@@ -206,17 +199,18 @@ def _settle(
     """
     paths = [tree.path(parent) for parent, _ in ends]
     shared = [level[0] for level in takewhile(lambda level: len(set(level)) == 1, zip(*paths, strict=False))]
-    seen = {node for node in nodes if node is not None}
-    rest = {node for path in paths for node in path} | seen
-    path = [*shared, *sorted(rest - set(shared))]
+    leaf_nodes = {node for node in nodes if node is not None}
+    branch_nodes = {node for path in paths for node in path} | leaf_nodes
+    path = [*shared, *sorted(branch_nodes - set(shared))]
     number = {-1: -1} | {node: max(i - len(shared), -1) for i, node in enumerate(path)}  # in the new tree
     # Two groups of beams may choose the same token: one node serves both.
-    fresh = dict.fromkeys(end for end, node in zip(ends, nodes, strict=True) if node is None)
-    stays = tree.part(path, len(shared))
-    one.tree = Tree(
-        stays.tokens + [token for _, token in fresh], stays.parents + [number[parent] for parent, _ in fresh]
+    new_leaves = dict.fromkeys(end for end, node in zip(ends, nodes, strict=True) if node is None)
+    branches = tree.part(path, len(shared))
+    outcome.tree = Tree(
+        branches.tokens + [token for _, token in new_leaves],
+        branches.parents + [number[parent] for parent, _ in new_leaves],
     )
-    made = dict(zip(fresh, range(len(stays), len(one.tree)), strict=True))
-    one.leaves = [made[end] if node is None else number[node] for end, node in zip(ends, nodes, strict=True)]
-    one.known = {number[node]: view(node) for node in seen}
-    one.path, one.num_text, one.tokens = path, len(shared), [tree.tokens[node] for node in shared]
+    new_nodes = dict(zip(new_leaves, range(len(branches), len(outcome.tree)), strict=True))
+    outcome.leaves = [new_nodes[end] if node is None else number[node] for end, node in zip(ends, nodes, strict=True)]
+    outcome.views = {number[node]: view(node) for node in leaf_nodes}
+    outcome.path, outcome.num_text, outcome.tokens = path, len(shared), [tree.tokens[node] for node in shared]

@@ -43,7 +43,7 @@ class RunningSequence:
     `num_embeds_only` counts them, and columns of pictures before the text. `pictures` are read with the prompt.
     `context`: None where keys and values are never
     shared. `encoding`: the encoder's output. The target's cache holds the first `num_cached` nodes of `tree`, cached
-    nodes first; `known`: the target's output at nodes that an earlier pass computed. `draft_length`: how
+    nodes first; `views`: the target's output at nodes that an earlier pass computed. `draft_length`: how
     much of the text its draft has read. `cached_prompt_tokens` were not read for it, but for an earlier or another one.
     `cache_reset_length`: the length of text beyond which the target must read all of it again.
     """
@@ -68,7 +68,7 @@ class RunningSequence:
     tree: Tree = EMPTY
     num_cached: int = 0
     leaves: Sequence[int] = (-1,)
-    known: dict[int, View] = field(default_factory=dict)
+    views: dict[int, View] = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)
     traces: list[Trace] = field(default_factory=list)
     finish: str | None = None
@@ -94,8 +94,8 @@ class RunningSequence:
         room = self.max_length - length
         for seq in self.batch_seqs:
             if seq.cache_reset_length is not None:
-                left = seq.cache_reset_length - (length + seq.length - len(self.tokens))
-                room = min(room, left + 1) if left >= 0 else room
+                until_reset = seq.cache_reset_length - (length + seq.length - len(self.tokens))
+                room = min(room, until_reset + 1) if until_reset >= 0 else room
         return room
 
     @property
@@ -111,7 +111,7 @@ class RunningSequence:
     @property
     def most_positions(self) -> int:
         """The most columns of a cache that its longer row needs, proposals not counted: no branches share a token."""
-        prompt = max(one.num_embeds_only + one.prompt_length for one in self.batch_seqs)
+        prompt = max(seq.num_embeds_only + seq.prompt_length for seq in self.batch_seqs)
         new = self.width * (self.max_length - self.prompt_length)
         return prompt + new + (VOID_COLUMNS if self.is_search else 0)
 
@@ -120,7 +120,7 @@ class RunningSequence:
         """The new tokens of its texts, best first; of a search, those of the best `returned` hypotheses."""
         if not self.is_search:
             return [self.tokens[self.prompt_length :]]
-        return [list(found.tokens) for found in self.state.finished[: self.returned]]
+        return [list(hypothesis.tokens) for hypothesis in self.state.finished[: self.returned]]
 
     @property
     def length(self) -> int:
@@ -134,7 +134,7 @@ class RunningSequence:
 
     def prefix(self, extra: Sequence[int] = ()) -> Tensor:
         """The text followed by `extra`, as ids `[1, length]`; valid until the next call."""
-        known, total = len(self.tokens), len(self.tokens) + len(extra)
+        length, total = len(self.tokens), len(self.tokens) + len(extra)
         if total > self._ids.shape[0]:
             grown = self._ids.new_zeros(2 * total)
             grown[: self._written] = self._ids[: self._written]
@@ -142,26 +142,26 @@ class RunningSequence:
         if total > self._written:
             fresh = [*self.tokens[self._written :], *extra]
             self._ids[self._written : total] = torch.tensor(fresh, device=self.device)
-            self._written = known
+            self._written = length
         return self._ids[:total][None]
 
     def works(self, lengths: Sequence[int], proposal: Tree = EMPTY, *, chunk: int | None = None) -> list[Work]:
-        """Its work in the next pass, and that of its unconditional sequence: text, branches, then the proposal.
+        """Its work in the next pass, and its unconditional sequence's: text, branches, then the proposal.
 
         `lengths[i]` positions of the text are in the cache. With `chunk`: at most that many further positions of the
         text; never the last, whose pass needs logits.
         """
-        found = []
+        works = []
         for seq, length in zip(self.batch_seqs, lengths, strict=True):
             pictures, end = None if length else seq.pictures, None
             if chunk is not None:
                 end = min(length + chunk, seq.length - 1) if pictures is None else pictures.length
             text = seq.text_ids[length:end]
-            tree, num_text, given = Tree.chain(text), len(text), dict[str, Any](pictures=pictures)
+            tree, num_text, extras = Tree.chain(text), len(text), dict[str, Any](pictures=pictures)
             if seq.embeds is not None and length < len(seq.embeds):
-                given["embeds"] = seq.embeds[length : length + num_text]
+                extras["embeds"] = seq.embeds[length : length + num_text]
             if chunk is not None:
-                found.append(Work(seq.cache_row, tree, 0, num_text, text_length=seq.length, **given))
+                works.append(Work(seq.cache_row, tree, 0, num_text, text_length=seq.length, **extras))
                 continue
             if seq.tree.tokens:
                 tree = tree.graft(seq.tree)
@@ -171,5 +171,5 @@ class RunningSequence:
             num_logits = new_leaves + len(proposal.tokens)
             # branches without their text: the row was emptied, to be read again
             num_cached = 0 if text else seq.num_cached
-            found.append(Work(seq.cache_row, tree, num_logits, num_text, num_cached, proposal, **given))
-        return found
+            works.append(Work(seq.cache_row, tree, num_logits, num_text, num_cached, proposal, **extras))
+        return works

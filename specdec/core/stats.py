@@ -25,11 +25,11 @@ class Stats:
     pass with a proposal. *Target passes per token* counts every pass. A search's tokens are its steps; `lengths` are
     the new tokens of every returned text, and `finish_reasons` say why it ended. `per_row` has one entry per sequence
     (a search is one, a ranked sample too), whose passes are those after which it had new tokens. `cached_prompt_tokens`
-    were read in an earlier call or for another sequence. Seconds are those of rounds, which sequences of other calls
+    were read in an earlier call or for another sequence. Seconds are sums over rounds, which sequences of other calls
     may have shared; `first_token_seconds` end with the first new token, and `loading_seconds`, 0 for a caller's own
     models, were before the call. `saved_seconds`: what rounds with a draft saved beside rounds without one, below 0
-    where the draft took more; 0 where no schedule measured both. `exactness` compares the text with that of the same
-    call without a draft: "strict" and "exact": equal; "rounding": equal but for near-ties in half precision; "row-
+    where the draft took more; 0 where no schedule measured both. `exactness` compares the text with the same call's
+    text without a draft: "strict" and "exact": equal; "rounding": equal but for near-ties in half precision; "row-
     dependent": it may differ, since layers of the target look at all tokens of a pass.
     """
 
@@ -131,14 +131,14 @@ def total(parts: Sequence[Stats]) -> Stats:
     """The statistics of several calls of one generator: sums of counts and seconds, rows one after the other, and
     the first token of the first call."""
     joined: dict[str, Any] = {}
-    for one in fields(Stats) if parts else ():
-        values = [getattr(part, one.name) for part in parts]
-        if one.name in ("first_token_seconds", "loading_seconds"):
-            joined[one.name] = values[0]
-        elif isinstance(one.default, tuple):
-            joined[one.name] = tuple(item for value in values for item in value)
-        elif isinstance(one.default, int | float):
-            joined[one.name] = sum(values)
+    for stat in fields(Stats) if parts else ():
+        values = [getattr(part, stat.name) for part in parts]
+        if stat.name in ("first_token_seconds", "loading_seconds"):
+            joined[stat.name] = values[0]
+        elif isinstance(stat.default, tuple):
+            joined[stat.name] = tuple(item for value in values for item in value)
+        elif isinstance(stat.default, int | float):
+            joined[stat.name] = sum(values)
         else:
-            joined[one.name] = values[-1]
+            joined[stat.name] = values[-1]
     return Stats(**joined)

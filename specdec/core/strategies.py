@@ -35,11 +35,11 @@ def trace_of(out: Logits, path: Sequence[int]) -> Trace:
     """
     hidden, attentions, cross = out.hidden_states, out.attentions, out.cross_attentions
     columns, size = out.work.path(path), len(out.work.tree)
-    own = [node - out.work.num_cached for node in (columns[-1:] if path else columns)]
+    rows = [node - out.work.num_cached for node in (columns[-1:] if path else columns)]
     return Trace(
-        None if hidden is None else tuple(h[own] for h in hidden),
-        None if attentions is None else tuple(_attended(a, own, columns, size) for a in attentions),
-        None if cross is None else tuple(a[:, own] for a in cross),
+        None if hidden is None else tuple(h[rows] for h in hidden),
+        None if attentions is None else tuple(_attended(a, rows, columns, size) for a in attentions),
+        None if cross is None else tuple(a[:, rows] for a in cross),
     )
 
 
@@ -73,7 +73,7 @@ class View(NamedTuple):
 
     @property
     def unconditional(self) -> Tensor | None:
-        """Those of the unconditional sequence, under guidance."""
+        """The unconditional sequence's logits `[vocab]`, under guidance."""
         return None if self.out.unconditional is None else self.out.unconditional[self.at]
 
 

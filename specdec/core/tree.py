@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_NO_Q = torch.empty(0)  # of text, which was not drawn
+_NO_Q = torch.empty(0)  # stands at text, which was not drawn
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,19 +65,19 @@ class Tree:
     def part(self, nodes: Sequence[int], text: int = 0) -> Tree:
         """The tree of `nodes` (parents before children) once the first `text` of them have become text."""
         number = {node: i - text for i, node in enumerate(nodes)}
-        kept = nodes[text:]
+        branches = nodes[text:]
         return Tree(
-            [self.tokens[node] for node in kept],
-            [max(number.get(self.parents[node], -1), -1) for node in kept],
+            [self.tokens[node] for node in branches],
+            [max(number.get(self.parents[node], -1), -1) for node in branches],
             source=self.source,
         )
 
     def children(self) -> dict[tuple[int, int], int]:
         """`(parent, token) -> node`; of equal siblings the first."""
-        found: dict[tuple[int, int], int] = {}
+        children: dict[tuple[int, int], int] = {}
         for node, key in enumerate(zip(self.parents, self.tokens, strict=True)):
-            found.setdefault(key, node)
-        return found
+            children.setdefault(key, node)
+        return children
 
     def follow(self, tokens: Sequence[int]) -> tuple[int, bool]:
         """How many of `tokens` form a path from the root, and whether the tree has another node after that path."""
@@ -114,10 +114,10 @@ def common_length(one: Sequence[int], other: Sequence[int]) -> int:
 
 def place_after(text: Sequence[int], part: Sequence[int]) -> int | None:
     """Where a text goes on after the first occurrence of `part`; None without one."""
-    wanted = list(part)
-    starts = (start for start, token in enumerate(text) if not wanted or token == wanted[0])
-    whole = (start for start in starts if list(text[start : start + len(wanted)]) == wanted)
-    return next((start + len(wanted) for start in whole), None if wanted else 0)
+    pattern = list(part)
+    starts = (start for start, token in enumerate(text) if not pattern or token == pattern[0])
+    whole = (start for start in starts if list(text[start : start + len(pattern)]) == pattern)
+    return next((start + len(pattern) for start in whole), None if pattern else 0)
 
 
 def depths_of(parents: Sequence[int]) -> list[int]:
@@ -140,7 +140,7 @@ class TopTokens(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One emitted token; of a search, that of its best leaf.
+    """One emitted token; a search emits the token of its best leaf.
 
     On request: `logits` and `scores` `[vocab]` (of a search `[leaves, vocab]`), before and after processors; `log_prob`
     of the token under the target, and the `top` tokens beside it.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from specdec.core.budget import Budget
 from specdec.core.draft_schedules import Schedule
@@ -113,21 +113,21 @@ class OpenDrafts:
             # An instant draft runs no model: asked for one request at a time, its failure is that request's alone.
             calls = [group]
             if opened.draft.instant:
-                calls = [own for _, own in grouped(group, lambda seq: self.requests[seq.id])]
+                calls = [same_request for _, same_request in grouped(group, lambda seq: self.requests[seq.id])]
             for together in filter(None, calls):
                 with self.guard(together):
                     for seq in together:
                         proposals |= self._forced(opened, seq, budgets[seq.id])
                     together = [seq for seq in together if seq.id not in proposals]
-                    own = [budgets[seq.id] for seq in together]
-                    if readers := opened.proposer.readers(together, own):
+                    limits = [budgets[seq.id] for seq in together]
+                    if readers := opened.proposer.readers(together, limits):
                         ids = {seq.id for seq in readers}
                         waiting = ids - catch_up(opened, [seq for seq in together if seq.id in ids])
                         proposals |= dict.fromkeys(waiting, EMPTY)
                         together = [seq for seq in together if seq.id not in waiting]
-                        own = [budgets[seq.id] for seq in together]
+                        limits = [budgets[seq.id] for seq in together]
                     if together:
-                        proposals |= self._ask(opened.proposer, together, own)
+                        proposals |= self._ask(opened.proposer, together, limits)
         return proposals
 
     def _forced(self, opened: OpenDraft, seq: RunningSequence, budget: Budget) -> dict[int, Tree]:
@@ -165,74 +165,68 @@ class OpenDrafts:
         trees, kind = proposer.propose(seqs, budgets), type(proposer).__name__
         is_list = isinstance(trees, list | tuple)
         if not is_list or len(trees) != len(seqs) or not all(isinstance(tree, Tree) for tree in trees):
-            got = f"[{', '.join(type(tree).__name__ for tree in trees)}]" if is_list else type(trees).__name__
-            raise DraftError(f"`{kind}.propose` must return a list of {len(seqs)} Trees, one per sequence, got {got}")
-        found: dict[int, Tree] = {}
+            kinds = f"[{', '.join(type(tree).__name__ for tree in trees)}]" if is_list else type(trees).__name__
+            raise DraftError(f"`{kind}.propose` must return a list of {len(seqs)} Trees, one per sequence, got {kinds}")
+        proposals: dict[int, Tree] = {}
         for seq, budget, tree in zip(seqs, budgets, trees, strict=True):
             with self.guard([seq]):
                 self._check(seq, budget, tree, tree.source or kind)
                 if budget.limit > 0:
-                    found[seq.id] = _allowed(seq, tree)
-        return found
+                    proposals[seq.id] = _allowed(seq, tree)
+        return proposals
 
     def _check(self, seq: RunningSequence, budget: Budget, tree: Tree, name: str) -> None:
         """Raises DraftError for a proposal of the draft `name` that the target could not verify."""
+
+        def refuse(what: str, way_out: str) -> NoReturn:
+            raise DraftError(f"the draft {name!r} proposed {what}: {way_out}")
+
         for part in ("tokens", "parents", "confidence"):
-            if not isinstance(given := getattr(tree, part), list | None):
-                kind = type(given).__name__
-                raise DraftError(f"the draft {name!r} proposed a Tree whose `{part}` is a {kind}: make it a list")
-        nodes, own, vocab = len(tree.tokens), tree.confidence, self._model.vocab_size
-        if len(tree.parents) != nodes or (own is not None and len(own) != nodes):
-            given = f"{nodes} tokens, {len(tree.parents)} parents and {None if own is None else len(own)} confidences"
-            raise DraftError(f"the draft {name!r} proposed {given}: give each token one of each, or no confidences")
-        if own is not None and not all(0 <= chance <= _CERTAIN for chance in own):
-            raise DraftError(f"the draft {name!r} proposed the confidences {own}: give each token one from 0 to 1")
+            if not isinstance(value := getattr(tree, part), list | None):
+                refuse(f"a Tree whose `{part}` is a {type(value).__name__}", "make it a list")
+        nodes, chances, vocab = len(tree.tokens), tree.confidence, self._model.vocab_size
+        if len(tree.parents) != nodes or (chances is not None and len(chances) != nodes):
+            count = None if chances is None else len(chances)
+            sizes = f"{nodes} tokens, {len(tree.parents)} parents and {count} confidences"
+            refuse(sizes, "give each token one of each, or no confidences")
+        if chances is not None and not all(0 <= chance <= _CERTAIN for chance in chances):
+            refuse(f"the confidences {chances}", "give each token one from 0 to 1")
         if tree.q is not None and (len(tree.q) != nodes or any(q.shape not in ((vocab,), (0,)) for q in tree.q)):
-            shapes = [list(q.shape) for q in tree.q]
-            raise DraftError(
-                f"the draft {name!r} proposed {nodes} tokens with `q` of the shapes {shapes}: give each token its "
-                f"distribution [{vocab}], or an empty one if it was not drawn"
-            )
+            shapes = f"{nodes} tokens with `q` of the shapes {[list(q.shape) for q in tree.q]}"
+            refuse(shapes, f"give each token its distribution [{vocab}], or an empty one if it was not drawn")
         if not all(-len(seq.leaves) <= parent < node for node, parent in enumerate(tree.parents)):
-            raise DraftError(
-                f"the draft {name!r} proposed nodes with the parents {tree.parents}: parents come before their "
-                f"children, and -1 to -{len(seq.leaves)} are the leaves of the text"
-            )
+            order = f"parents come before their children, and -1 to -{len(seq.leaves)} are the leaves of the text"
+            refuse(f"nodes with the parents {tree.parents}", order)
         depth = tree.depth
         if depth and depth >= seq.remaining:
-            raise DraftError(
-                f"the draft {name!r} proposed {depth} tokens in a row, but the text may only grow by "
-                f"{seq.remaining}: propose at most `seq.remaining - 1`"
-            )
+            row = f"{depth} tokens in a row, but the text may only grow by {seq.remaining}"
+            refuse(row, "propose at most `seq.remaining - 1`")
         if depth > max(budget.limit, 0):
-            raise DraftError(
-                f"the draft {name!r} proposed {depth} tokens in a row, but its budget allows {budget.limit}: propose "
-                "at most `budget.limit`"
-            )
+            row = f"{depth} tokens in a row, but its budget allows {budget.limit}"
+            refuse(row, "propose at most `budget.limit`")
         if not all(is_whole(token) and 0 <= token < vocab for token in tree.tokens):
-            raise DraftError(
-                f"the draft {name!r} proposed ids that the target lacks: propose whole numbers from 0 to {vocab - 1}"
-            )
+            refuse("ids that the target lacks", f"propose whole numbers from 0 to {vocab - 1}")
 
-    def message(self, one: Outcome, target: Session) -> Commit | None:
+    def message(self, outcome: Outcome, target: Session) -> Commit | None:
         """What a sequence's draft gets of a round; None for a chunk of a prompt whose hidden states it does not read.
 
         `target`: its cache before the outcome is committed.
         """
-        draft = self.requests[one.seq.id].draft
+        draft = self.requests[outcome.seq.id].draft
         layers = () if draft is None else draft.hidden_layers
-        if not (one.states or layers):
+        if not (outcome.states or layers):
             return None
-        read = layers and one.finish is None and one.out.work.num_new  # nothing: its unconditional sequence reads on
-        hidden = one.hidden(layers, target.length(one.seq.cache_row)) if read else None
-        return Commit(one.seq, one.path, one.num_text, hidden)
+        # Without new nodes, only its unconditional sequence reads on.
+        reads = layers and outcome.finish is None and outcome.out.work.num_new
+        hidden = outcome.hidden(layers, target.length(outcome.seq.cache_row)) if reads else None
+        return Commit(outcome.seq, outcome.path, outcome.num_text, hidden)
 
     def update(self, messages: Sequence[Commit]) -> None:
         """Gives drafts their messages of a round."""
-        own: dict[Any, Commit] = {message.seq: message for message in messages}
-        for opened, group in grouped(own, self.of):
+        by_seq: dict[Any, Commit] = {message.seq: message for message in messages}
+        for opened, group in grouped(by_seq, self.of):
             with self.guard(group):
-                opened.proposer.update([own[seq] for seq in group])
+                opened.proposer.update([by_seq[seq] for seq in group])
 
     def release(self, seqs: Sequence[RunningSequence]) -> None:
         """Takes sequences away from their proposers.

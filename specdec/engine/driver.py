@@ -196,15 +196,15 @@ class Driver:
     def _is_wanted(self) -> bool:
         """Whether a caller wants a step, after what all want done before it; False when the thread shall end."""
         while threading.current_thread() is self._thread:
-            wanted = any(caller.waits for caller in list(self._open.values()))
+            caller_waits = any(caller.waits for caller in list(self._open.values()))
             if not self._open:
                 use_threads(self._num_threads)
                 release_helpers()
             try:
-                self._inbox.get(not wanted, 0.0 if self._closed else _IDLE)()
+                self._inbox.get(not caller_waits, 0.0 if self._closed else _IDLE)()
                 self._tell()
             except Empty:
-                if wanted:
+                if caller_waits:
                     return True
                 with self._lock:
                     if self._inbox.empty():

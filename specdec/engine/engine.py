@@ -111,14 +111,14 @@ class Engine:
         after_draft = seconds_on(self.model.device)
         outcomes = self._run(seqs, proposals, chunk)
         after_pass = seconds_on(self.model.device)
-        nodes = sum(one.out.work.num_new for one in outcomes)
+        nodes = sum(outcome.out.work.num_new for outcome in outcomes)
         outcomes = self._accept(outcomes)
         after_choice = seconds_on(self.model.device)
         rounds = self._commit(outcomes, proposals)
         phases = after_draft - began, after_pass - after_draft, after_choice - after_pass
         self._deliver(outcomes, Round(rounds, nodes, *phases, perf_counter() - began))
         self._end_failed()
-        if ended := [one.seq for one in outcomes if one.finish is not None]:
+        if ended := [outcome.seq for outcome in outcomes if outcome.finish is not None]:
             self._release(ended)
 
     def _propose(self, seqs: Sequence[RunningSequence], chunk: int | None) -> dict[int, Tree]:
@@ -134,59 +134,61 @@ class Engine:
         if not seqs:
             return []
         requests = {self._requests[seq.id] for seq in seqs}
-        layers = sorted({layer for one in requests if one.draft is not None for layer in one.draft.hidden_layers})
+        layers = sorted(
+            {layer for request in requests if request.draft is not None for layer in request.draft.hidden_layers}
+        )
         every_layer = any(request.output_hidden_states or request.last_hidden for request in requests)
         attentions = any(request.output_attentions for request in requests)
         outcomes: list[Outcome] = []
         with self._guard(seqs):
             works = []
             for seq in seqs:
-                rows = [one.cache_row for one in seq.batch_seqs]
+                rows = [row_seq.cache_row for row_seq in seq.batch_seqs]
                 if self.session.cache_reset_length is not None:
                     self.session.refresh(rows)
                 lengths = [self.session.length(row) for row in rows]
                 part = None if chunk is None or self.scheduler.ends(seq, chunk) else chunk
                 works.append(seq.works(lengths, proposals.get(seq.id, EMPTY), chunk=part))
-            together = [work for own in works for work in own]
+            together = [work for seq_works in works for work in seq_works]
             outputs = iter(self.session.run(together, hidden=every_layer or layers, attentions=attentions))
-            for seq, own in zip(seqs, works, strict=True):
-                out, *others = [next(outputs) for _ in own]
-                for other in others:  # its unconditional sequence's
-                    out = replace(out, unconditional=other.logits, passes=[*out.passes, *other.passes])
-                outcomes.append(Outcome(seq, own, out))
+            for seq, seq_works in zip(seqs, works, strict=True):
+                out, *unconditional = [next(outputs) for _ in seq_works]
+                for second in unconditional:
+                    out = replace(out, unconditional=second.logits, passes=[*out.passes, *second.passes])
+                outcomes.append(Outcome(seq, seq_works, out))
         return outcomes
 
     def _accept(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
         """Runs every sequence's strategy as far as the logits reach; returns the outcomes of the sound ones."""
-        for one in outcomes:
-            if one.out.work.num_logits:
-                out, request = one.out, self._requests[one.seq.id]
-                with self._guard([one.seq]):
+        for outcome in outcomes:
+            if outcome.out.work.num_logits:
+                out, request = outcome.out, self._requests[outcome.seq.id]
+                with self._guard([outcome.seq]):
                     plain = out.hidden_states is None and out.attentions is None
-                    accept(one, out if plain else request.wanted(out))
-        return [one for one in outcomes if self._requests[one.seq.id] not in self._failed]
+                    accept(outcome, out if plain else request.select(out))
+        return [outcome for outcome in outcomes if self._requests[outcome.seq.id] not in self._failed]
 
     def _commit(self, outcomes: Sequence[Outcome], proposals: dict[int, Tree]) -> list[SequenceRound]:
         """Writes the outcomes to the target's cache, the sequences and the drafts."""
         hear = any(opened.hears for opened in self.drafts.open.values())
-        messages = [self.drafts.message(one, self.session) for one in outcomes] if hear else []
-        passed = [(one, work) for one in outcomes for work in one.works]
+        messages = [self.drafts.message(outcome, self.session) for outcome in outcomes] if hear else []
+        passed = [(outcome, work) for outcome in outcomes for work in outcome.works]
         self.session.commit(
             [work.row for _, work in passed],
-            [work.path(one.path) for one, work in passed],
-            num_texts=[work.num_text + one.num_text for one, work in passed],
+            [work.path(outcome.path) for outcome, work in passed],
+            num_texts=[work.num_text + outcome.num_text for outcome, work in passed],
         )
         rounds = []
-        for one in outcomes:
-            if not one.states:
+        for outcome in outcomes:
+            if not outcome.states:
                 continue
-            seq, proposal = one.seq, one.out.work.proposal
+            seq, proposal = outcome.seq, outcome.out.work.proposal
             draft, length = self._requests[seq.id].draft, len(seq.tokens)
             by_draft = seq.id in proposals and seq.id not in self.drafts.forced
             reads = by_draft and draft is not None and not draft.instant
             reads = reads and length - seq.draft_length > READ_ALONG
-            rounds.append(one.round(prefill=reads or not seq.prefilled))
-            one.apply()
+            rounds.append(outcome.round(prefill=reads or not seq.prefilled))
+            outcome.apply()
             if by_draft and (proposal.tokens or proposal.source):
                 seq.draft_length = length
         if hear:
@@ -195,19 +197,20 @@ class Engine:
 
     def _deliver(self, outcomes: Sequence[Outcome], round_: Round) -> None:
         """Gives the round to requests, and to the schedules that learn from it."""
-        outcomes = [one for one in outcomes if self._requests[one.seq.id] not in self._failed]
-        found = {seq.id: seq for seq in round_.seqs}
-        for request, own in grouped(outcomes, lambda one: self._requests[one.seq.id]):
-            request.passes += len({number for one in own for number in one.out.passes})
-            seqs = [found[one.seq.id] for one in own if one.states]
+        outcomes = [outcome for outcome in outcomes if self._requests[outcome.seq.id] not in self._failed]
+        by_id = {seq.id: seq for seq in round_.seqs}
+        for request, together in grouped(outcomes, lambda outcome: self._requests[outcome.seq.id]):
+            request.passes += len({number for outcome in together for number in outcome.out.passes})
+            seqs = [by_id[outcome.seq.id] for outcome in together if outcome.states]
             request.rounds.append(replace(round_, seqs=seqs))
             if not request.first_token and any(seq.steps for seq in seqs):
                 request.first_token = perf_counter()
-        decided = [one.seq for one in outcomes if one.states and self._requests[one.seq.id].draft is not None]
-        for pacing, group in grouped(decided, lambda seq: self._requests[seq.id].pacing):
+        decided = [outcome.seq for outcome in outcomes if outcome.states]
+        drafting = [seq for seq in decided if self._requests[seq.id].draft is not None]
+        for pacing, group in grouped(drafting, lambda seq: self._requests[seq.id].pacing):
             with self._guard(group):
-                seqs = [found[seq.id] for seq in group]
-                pacing.schedule = pacing.schedule.after(round_ if len(seqs) == len(found) else round_.of(seqs))
+                seqs = [by_id[seq.id] for seq in group]
+                pacing.schedule = pacing.schedule.after(round_ if len(seqs) == len(by_id) else round_.of(seqs))
 
     def _admit(self, request: Request) -> None:
         """Takes in a request: starts its draft, runs its encoder, makes room in the caches."""

@@ -12,34 +12,34 @@ from specdec.models import LanguageModel, free_bytes
 class MemoryBudget:
     """A limit on the keys and values of all running sequences, target and drafts together.
 
-    `given`: bytes (int), or a share of the memory that is free at the first request (float). A request counts as if
+    `kv_budget`: bytes (int), or a share of the memory that is free at the first request (float). A request counts as if
     every sequence grew to its maximal length.
     """
 
-    def __init__(self, given: int | float, model: LanguageModel) -> None:
-        is_bytes = isinstance(given, int) and not isinstance(given, bool) and given > 0
-        if not (is_bytes or (isinstance(given, float) and 0 < given <= 1)):
+    def __init__(self, kv_budget: int | float, model: LanguageModel) -> None:
+        is_bytes = isinstance(kv_budget, int) and not isinstance(kv_budget, bool) and kv_budget > 0
+        if not (is_bytes or (isinstance(kv_budget, float) and 0 < kv_budget <= 1)):
             raise OptionError.of(
-                "kv_budget", "a number of bytes, or a share of the free memory (above 0, up to 1.0)", given
+                "kv_budget", "a number of bytes, or a share of the free memory (above 0, up to 1.0)", kv_budget
             )
-        self.given, self._model = given, model
-        self._kept = (0, 0)  # rows and columns that buffers may keep allocated
+        self.kv_budget, self._model = kv_budget, model
+        self._ample = (0, 0)  # rows and columns that buffers may keep allocated
         self.kept_bytes = 0  # their bytes
 
     @property
     def limit(self) -> int:
         """In bytes."""
-        given = self.given
-        if isinstance(given, float):  # several threads may be here
-            given = self.given = int(given * free_bytes(self._model.device))
-        return given
+        kv_budget = self.kv_budget
+        if isinstance(kv_budget, float):  # several threads may be here
+            kv_budget = self.kv_budget = int(kv_budget * free_bytes(self._model.device))
+        return kv_budget
 
     def check(self, request: Request) -> None:
         """Raises OptionError for a request that does not even fit alone."""
-        if (needed := self.bytes([request])) > self.limit:
+        if (size := self.bytes([request])) > self.limit:
             chains = "draft chains (`num_assistant_branches`=1), " if request.pacing.schedule.max_branches > 1 else ""
             raise OptionError(
-                f"the request may need {needed:,} bytes of keys and values, and `kv_budget` allows {self.limit:,}: "
+                f"the request may need {size:,} bytes of keys and values, and `kv_budget` allows {self.limit:,}: "
                 f"lower `max_new_tokens`, shorten the prompt, pass fewer rows, {chains}or raise `kv_budget`"
             )
 
@@ -60,18 +60,18 @@ class MemoryBudget:
         Otherwise buffers would shrink and grow, and be copied, with every request that leaves and comes.
         """
         rows, columns = self.bounds(requests)
-        kept = max(rows, self._kept[0]), max(columns, self._kept[1])
+        ample = max(rows, self._ample[0]), max(columns, self._ample[1])
         models = {id(m): m for r in requests if r.draft is not None for m in r.draft.models}
         width = self._model.kv_bytes + sum(model.kv_bytes for model in models.values())
-        fits = 2 * kept[0] * kept[1] * width <= self.limit
-        self._kept = kept if fits else (rows, columns)
-        self.kept_bytes = self._kept[0] * self._kept[1] * width
-        return self._kept
+        fits = 2 * ample[0] * ample[1] * width <= self.limit
+        self._ample = ample if fits else (rows, columns)
+        self.kept_bytes = self._ample[0] * self._ample[1] * width
+        return self._ample
 
     def bytes(self, requests: Sequence[Request]) -> int:
         """The most bytes of keys and values of these requests, in the target and in drafts."""
         rows, columns = self.bounds(requests)
-        frames = sum(len(request.seqs) * request.frames for request in requests)  # of cross-attention
+        frames = sum(len(request.seqs) * request.frames for request in requests)  # that cross-attention reads
         total = (rows * columns + frames) * self._model.kv_bytes
         for request in requests:
             for model in () if request.draft is None else request.draft.models:

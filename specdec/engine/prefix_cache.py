@@ -39,11 +39,11 @@ class PrefixIndex(Generic[Owner]):
 
     def find(self, key: Hashable, ids: Sequence[int]) -> tuple[Owner | None, int]:
         """The owner of the text with the longest common beginning, and its length; (None, 0) if nothing is common."""
-        texts, wanted = self._texts.get(key, []), array("i", ids).tobytes()
-        at = bisect_left(texts, (wanted,))
+        texts, prompt = self._texts.get(key, []), array("i", ids).tobytes()
+        at = bisect_left(texts, (prompt,))
         best, longest = None, 0
         for text, _, owner in texts[max(at - 1, 0) : at + 1]:
-            if (length := common_length(text, wanted) // _SIZE) > longest:
+            if (length := common_length(text, prompt) // _SIZE) > longest:
                 best, longest = owner, length
         return best, longest
 
@@ -129,7 +129,7 @@ class PrefixCache:
         self._drafts: WeakValueDictionary[int, Draft] = WeakValueDictionary()
 
     def key_of(self, draft: Draft, context: Context | None) -> Key:
-        """The key of a draft's own states; that of the target's is `(context, ())`."""
+        """The key of a draft's own states; the target's states have the key `(context, ())`."""
         if id(draft) not in self._drafts:  # it may have the id of one that is gone
             self._drop(*[state for state, (_, owner) in self._states.items() if owner and owner[0] not in self._drafts])
             self._drafts[id(draft)] = draft
@@ -137,23 +137,23 @@ class PrefixCache:
 
     def find(self, key: Key, ids: Sequence[int]) -> tuple[SavedState | None, int]:
         """The saved state with the longest common beginning, and its length in positions; (None, 0) below `LEAST`."""
-        found, length = self._index.find(key, ids)
-        if found is None or length < LEAST:
+        state, length = self._index.find(key, ids)
+        if state is None or length < LEAST:
             return None, 0
-        self._states.move_to_end(found)
-        return found, length
+        self._states.move_to_end(state)
+        return state, length
 
     def wants(self, key: Key, ids: Sequence[int]) -> bool:
         """Whether a text is long enough to keep, and no state covers it."""
         return len(ids) >= LEAST and self.find(key, ids)[1] < len(ids)
 
     def keep(self, key: Key, ids: Sequence[int], state: SavedState) -> None:
-        """Adds the state of a wanted text, if it fits, in place of that of a text which it continues."""
+        """Adds the state of a wanted text, if it fits, in place of the state of a text which it continues."""
         if state.bytes > min(self.limit, self.room):
             return
-        known, length = self.find(key, ids)
-        if known is not None and known.length == length:
-            self._drop(known)
+        shorter, length = self.find(key, ids)
+        if shorter is not None and shorter.length == length:
+            self._drop(shorter)
         self._states[state] = key
         self._index.put(state, key, ids)
         self.bytes += state.bytes

@@ -29,7 +29,7 @@ class Request:
 
     `encode` runs the encoder over `[inputs, ...]`; a sequence reads input number `seq.task.encoder_row`.
     `prefill_chunk`: the most prompt tokens of one pass; None: the engine's. `output_hidden_states` and
-    `output_attentions` keep those of all layers, `last_hidden` the last layer's hidden states; prompts are then read in
+    `output_attentions` keep them of all layers, `last_hidden` the last layer's hidden states; prompts are then read in
     one pass. `frames`: positions of the encoder's output, 0 without one.
 
     `rounds`: those that the caller has not taken yet. `first_token`: when it came, by `perf_counter`; 0 before.
@@ -67,7 +67,7 @@ class Request:
         level = 2 * max(seq.width, widest) if seq.is_search or widest > 1 else 1
         return seq.width + max(depth, min(level * depth, MOST_NODES))
 
-    def wanted(self, out: Logits) -> Logits:
+    def select(self, out: Logits) -> Logits:
         """The output of a pass with only those hidden states and attentions that it keeps."""
         layers = slice(None if self.output_hidden_states else -1, None)
         hidden = out.hidden_states if self.output_hidden_states or self.last_hidden else None

@@ -45,7 +45,8 @@ class Scheduler:
         self.prefilling: list[RunningSequence] = []
         self._others_first = False
         self._keys: dict[RunningSequence, Hashable] = {}  # those with an equal one share; None: with nobody
-        self._copies: dict[Hashable, set[RunningSequence]] = defaultdict(set)  # of one prompt, without a row; by source
+        # by source: the sequences without a row whose prompts are copies
+        self._copies: dict[Hashable, set[RunningSequence]] = defaultdict(set)
         self._texts = SharedTexts(self._keys)
         drafts.keys = self._keys
 
@@ -57,10 +58,12 @@ class Scheduler:
         select = cache(lambda row: request.encoding and request.encoding.select([row]))
         for seq in request.seqs:
             seq.encoding = select(seq.task.encoder_row)
-            for one in seq.batch_seqs:
-                if one.context is not None and one.context.epoch != self._epoch:  # made before the model changed
-                    one.context = None
-                self._keys[one] = one.context if self._shares else None
+            for row_seq in seq.batch_seqs:
+                if (
+                    row_seq.context is not None and row_seq.context.epoch != self._epoch
+                ):  # made before the model changed
+                    row_seq.context = None
+                self._keys[row_seq] = row_seq.context if self._shares else None
             if not request.traced and seq.embeds is None and seq.unconditional is None:
                 self._copies[seq.task.source].add(seq)
                 self._keys[seq] = self._keys[seq] or seq.task.source
@@ -89,7 +92,7 @@ class Scheduler:
             return [], 0
         request = self._requests[ready[0].id]
         if request.traced:  # in one pass
-            chunk = max(one.length for seq in request.seqs for one in seq.batch_seqs)
+            chunk = max(row_seq.length for seq in request.seqs for row_seq in seq.batch_seqs)
         else:
             others_wait = any(self._requests[seq.id] is not request for seq in running)
             limit = SHARED_CHUNK if others_wait else CHUNK
@@ -215,16 +218,16 @@ class Scheduler:
                 opened.texts.drop(seq)
         leaving = {*seqs}
         self.prefilling = [seq for seq in self.prefilling if seq not in leaving]
-        gone = [one for seq in seqs for one in seq.batch_seqs]
-        if rows := [one.cache_row for one in gone if one.cache_row is not None]:
+        gone = [row_seq for seq in seqs for row_seq in seq.batch_seqs]
+        if rows := [row_seq.cache_row for row_seq in gone if row_seq.cache_row is not None]:
             self.session.remove(rows)
-        for one in gone:
-            one.cache_row = None
-            self._texts.drop(one)
-            self._keys.pop(one, None)
-            self._copies[one.task.source].discard(one)
-            if not self._copies[one.task.source]:
-                del self._copies[one.task.source]
+        for row_seq in gone:
+            row_seq.cache_row = None
+            self._texts.drop(row_seq)
+            self._keys.pop(row_seq, None)
+            self._copies[row_seq.task.source].discard(row_seq)
+            if not self._copies[row_seq.task.source]:
+                del self._copies[row_seq.task.source]
 
     def _nearest(
         self, seq: RunningSequence, texts: SharedTexts, key: Key, ids: Sequence[int]
@@ -282,26 +285,26 @@ class Scheduler:
 
         First its draft's state, then its keys and values.
         """
-        kept, context = self.prefix_cache, seq.context
-        if not kept.limit or context is None or seq.cache_row is None:
+        store, context = self.prefix_cache, seq.context
+        if not store.limit or context is None or seq.cache_row is None:
             return
         if context.call is not None or context.epoch != self._model.epoch:
             return
         ids = seq.text_ids[: self.session.length(seq.cache_row)]
-        if len(ids) * self._kv_bytes > min(kept.limit, kept.room):
+        if len(ids) * self._kv_bytes > min(store.limit, store.room):
             return
         opened = self._drafts.of(seq)
         if opened is not None and not seq.num_embeds_only:
             try:
-                saved, key = opened.proposer.save(seq, len(ids)), kept.key_of(opened.draft, context)
-                if saved is not None and kept.wants(key, ids[: saved.length]):
-                    kept.keep(key, ids[: saved.length], saved)
+                saved, key = opened.proposer.save(seq, len(ids)), store.key_of(opened.draft, context)
+                if saved is not None and store.wants(key, ids[: saved.length]):
+                    store.keep(key, ids[: saved.length], saved)
             except Exception:  # it ends no request
                 _log.warning("a draft could not save its state, which later texts cannot continue", exc_info=True)
-        if kept.wants(key := (context, ()), ids):
+        if store.wants(key := (context, ()), ids):
             with suppress(RuntimeError, MemoryError, OSError):  # no memory for the copy
                 prefix = self.session.keep_prefix(seq.cache_row, len(ids))
-                kept.keep(key, ids, SavedState(len(ids), prefix, prefix_bytes(prefix)))
+                store.keep(key, ids, SavedState(len(ids), prefix, prefix_bytes(prefix)))
 
 
 def _batch(sizes: Iterable[tuple[RunningSequence, int]], chunk: int) -> list[RunningSequence]:

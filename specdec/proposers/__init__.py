@@ -22,7 +22,7 @@ from specdec.proposers.suffix import SuffixDraft
 from specdec.proposers.views import TextAloneDraft, best_branch, branch_tokens
 
 DRAFTS: dict[str, Any] = {
-    word: getattr(import_module(f"specdec.proposers.{known.module}"), known.kind) for word, known in DRAFT_WORDS.items()
+    word: getattr(import_module(f"specdec.proposers.{entry.module}"), entry.kind) for word, entry in DRAFT_WORDS.items()
 }
 """Drafts by word: functions `(tokens, k) -> tokens`, or classes of drafts, whose `of` makes one."""
 

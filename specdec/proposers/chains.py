@@ -12,12 +12,12 @@ from specdec.proposers.views import branch_tokens
 
 def cut(tokens: list[int], confidence: list[float], seq: SequenceView, budget: Budget, source: str) -> Tree:
     """The longest chain of `tokens` that the budget keeps; the sequence's last token is left to the target."""
-    sure = kept(confidence[: path_limit(seq, budget)], budget)
+    sure = worthwhile(confidence[: path_limit(seq, budget)], budget)
     return Tree.chain(tokens[: len(sure)], sure, source=source)
 
 
-def kept(confidence: Sequence[float], budget: Budget, before: Sequence[float] = ()) -> list[float]:
-    """The confidence of those tokens, up to the first that does not pay, behind a path with that of `before`."""
+def worthwhile(confidence: Sequence[float], budget: Budget, before: Sequence[float] = ()) -> list[float]:
+    """The part of `confidence` up to the first token that does not pay, behind a path with the confidence `before`."""
     path = [*before]
     for chance in confidence:
         path.append(chance)

@@ -76,12 +76,12 @@ class _Guess(NamedTuple):
 
 @dataclass(slots=True)
 class _Reading:
-    """One sequence's index, of which `text` it has `seen` tokens, and the last guess."""
+    """One sequence's index, of which `text` it has read `num_read` tokens, and the last guess."""
 
     index: Index
     text: list[int]
     salt: str
-    seen: int = 0
+    num_read: int = 0
     guess: _Guess | None = None
 
 
@@ -136,11 +136,11 @@ class TextProposer(Proposer):
         reading = self._readings.pop(seq.id, None)
         if reading is None or reading.text is not seq.tokens:  # new, or written anew
             reading = self._open(seq)
-        new = reading.text[reading.seen :]
+        new = reading.text[reading.num_read :]
         if reading.guess is not None:
             reading.guess.calibration.learn(reading.guess.tokens, reading.guess.match, new)
         reading.index.extend(new)
-        reading.seen += len(new)
+        reading.num_read += len(new)
         reading.guess = self._look(seq, reading, max(limit, 1))
         # Stored only now, so that after an exception the text is indexed anew.
         self._readings[seq.id] = reading
@@ -148,7 +148,7 @@ class TextProposer(Proposer):
 
     def after(self, seq: SequenceView, tail: list[int], limit: int) -> tuple[list[int], list[float]]:
         """At most `limit` tokens that may follow the text and `tail`, and their confidence."""
-        if seq.id not in self._readings or self._readings[seq.id].seen < len(seq.tokens):
+        if seq.id not in self._readings or self._readings[seq.id].num_read < len(seq.tokens):
             self.guess(seq, 1)
         guess = self._look(seq, self._readings[seq.id], limit, tail)
         return guess.tokens, guess.confidence

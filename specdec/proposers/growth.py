@@ -62,17 +62,17 @@ class CachedText:
 
         Leaves are left out: they are fed again, for their logits. The others are forgotten.
         """
-        found, seq = self.branches.part(range(most)).children(), self.seq
+        children, seq = self.branches.part(range(most)).children(), self.seq
         path: list[int] = []
         for token in seq.tokens[self.num_text : self._readable]:
-            if (node := found.get((path[-1] if path else -1, token))) is None:
+            if (node := children.get((path[-1] if path else -1, token))) is None:
                 break
             path.append(node)
         num_text, at = len(path), {-1: path[-1] if path else -1}
         self.num_text += num_text
         is_complete = self.num_text == len(seq.tokens)
         for node, (parent, token) in enumerate(zip(seq.tree.parents, seq.tree.tokens, strict=True)):
-            cached = found.get((at.get(parent, -2), token))  # -2: none
+            cached = children.get((at.get(parent, -2), token))  # -2: none
             if is_complete and node not in seq.leaves and cached is not None:
                 at[node] = cached
                 path.append(cached)
@@ -100,7 +100,7 @@ class ChainGrowth:
         self.tokens: list[int] = []
         self.confidence: list[float] = []
         self.q: list[Tensor] = []
-        self.gain = 0.0  # of the next pass
+        self.gain = 0.0  # what the next pass gains
 
     def first(self) -> Work:
         """The tokens of the text that the cache lacks."""
@@ -172,24 +172,24 @@ class TreeGrowth:
         self._nodes: list[Branch] = []
         self._parents: list[int] = []
         self._levels: list[float] = []
-        self.gain = 0.0  # of the next pass
+        self.gain = 0.0  # what the next pass gains
 
     def first(self) -> Work | None:
         """The cache's branches, and the nodes that it lacks of the text and of the sequence's own branches."""
         if not self._limit:
             return None
         seq, cached = self.seq, self.cached
-        missing = seq.tokens[cached.num_text :]
-        known = len(cached.branches) + len(missing)
+        unread = seq.tokens[cached.num_text :]
+        offset = len(cached.branches) + len(unread)
         fresh = [node for node in range(len(seq.tree)) if node not in cached.branch_of]
-        end = known - 1 if missing else -1
-        number = cached.branch_of | {node: known + i for i, node in enumerate(fresh)} | {-1: end}
+        end = offset - 1 if unread else -1
+        number = cached.branch_of | {node: offset + i for i, node in enumerate(fresh)} | {-1: end}
         parents = [number[seq.tree.parents[node]] for node in fresh]
-        chain = Tree.chain(missing) if missing else cached.branches  # where text is missing, no branches are cached
+        chain = Tree.chain(unread) if unread else cached.branches  # where text is unread, no branches are cached
         self.cached_ends = [number[leaf] for leaf in seq.leaves]
-        cached.branch_of = {node: i - len(missing) for node, i in number.items() if node >= 0}
+        cached.branch_of = {node: i - len(unread) for node, i in number.items() if node >= 0}
         tokens = chain.tokens + [seq.tree.tokens[node] for node in fresh]
-        return self._work(Tree(tokens, chain.parents + parents), len(missing))
+        return self._work(Tree(tokens, chain.parents + parents), len(unread))
 
     def _work(self, tree: Tree, num_text: int = 0) -> Work:
         """A pass over `tree`, which begins with the cached branches, with logits of the nodes from the first end on."""
@@ -242,12 +242,12 @@ class TreeGrowth:
         """The proposed nodes."""
         nodes = self._best()
         place = {node: i for i, node in enumerate(nodes)}
-        kept = [self._nodes[node] for node in nodes]
-        drawn = [node.q for node in kept if node.q is not None]
+        branches = [self._nodes[node] for node in nodes]
+        drawn = [node.q for node in branches if node.q is not None]
         return Tree(
-            [node.tokens[-1] for node in kept],
+            [node.tokens[-1] for node in branches],
             [place.get(self._parents[node], self._parents[node]) for node in nodes],
-            [node.confidence for node in kept],
+            [node.confidence for node in branches],
             drawn or None,
             source,
         )

@@ -13,7 +13,7 @@ from specdec.core.draft_schedules.estimates import Acceptance
 from specdec.core.drafts import Commit, Draft, Proposer, SavedState, SequenceView, path_limit
 from specdec.core.tree import EMPTY, Tree
 from specdec.errors import OptionError
-from specdec.proposers.chains import cut, kept
+from specdec.proposers.chains import cut, worthwhile
 from specdec.proposers.copying import TextDraft, TextProposer
 from specdec.proposers.views import WrappedDraft
 
@@ -203,7 +203,7 @@ class HybridProposer(Proposer):
         if room <= 0 or not sure or not tree.is_chain or seq.tree.tokens:
             return tree
         tokens, confidence = self._text.after(seq, tree.tokens, room)
-        count = len(kept(confidence, budget, sure))
+        count = len(worthwhile(confidence, budget, sure))
         if not count:
             return tree
         return tree.extended(tokens[:count], confidence[:count], f"{tree.source}+{self._source}")

@@ -36,7 +36,7 @@ class Remembered(NamedTuple):
 
 
 class Memory:
-    """Texts by salt, and those of files, which all salts see, in at most `most_bytes` bytes; the least used go first.
+    """Texts by salt, and texts of files, which all salts see, in at most `most_bytes` bytes; the least used go first.
 
     A text whose beginning another text of its salt has adds the rest to the index alone. Several threads may use it.
     `nbytes`: the bytes of its texts and of their index.
@@ -197,7 +197,7 @@ class _Shelf:
         return self._tokens[places[:, None] - np.arange(1, most + 1)]
 
     def _matches(self, places: Numbers, tail: Numbers) -> Numbers:
-        """How many tokens before each place are those of `tail`."""
+        """How many tokens before each of `places` `[places]` equal `tail` `[DEPTH]`, from the last one on."""
         same = self._before(places, DEPTH) == tail
         return np.logical_and.accumulate(same, axis=1).sum(axis=1, dtype=np.int32)
 

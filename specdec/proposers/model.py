@@ -52,7 +52,7 @@ class ModelDraft(Draft):
 
 
 class ModelProposer(Proposer):
-    """Drafts with one pass per level over all sequences that still grow; its options are those of `ModelDraft`.
+    """Drafts with one pass per level over all sequences that still grow; its options are `ModelDraft`'s.
 
     A round begins by comparing the cache with the texts. `keeps_guesses`: guesses that became text stay in it. False:
     they are fed again, with the target's hidden states.

@@ -38,17 +38,17 @@ def decode_raw(tokenizer: Tokenizer, ids: list[int]) -> str:
 
 @dataclass(slots=True)
 class DraftSequence(ReadSequence):
-    """A sequence in the draft's tokens, made of the first `seen` tokens of `outer`.
+    """A sequence in the draft's tokens, made of the first `outer_length` tokens of `outer`.
 
     Its `prompt_length` covers the beginning-of-text token alone: the rest may be encoded anew.
     """
 
-    seen: int = 0
+    outer_length: int = 0
 
     def begins(self, tokens: list[int]) -> bool:
         """Whether the target's `tokens` begin with those that it was made of."""
         before = self.outer.tokens
-        return tokens is before or tokens[: self.seen] == before[: self.seen]
+        return tokens is before or tokens[: self.outer_length] == before[: self.outer_length]
 
 
 class TextBridge(Draft):
@@ -134,62 +134,62 @@ class TextBridgeProposer(Proposer):
 
     def _view(self, seq: SequenceView) -> DraftSequence:
         """The sequence in the draft's tokens, after a BOS token if the draft's tokenizer adds one or `seq` has one."""
-        own = self._seqs.get(seq.id)
-        if own is None or not own.begins(seq.tokens):
+        view = self._seqs.get(seq.id)
+        if view is None or not view.begins(seq.tokens):
             bos, target_bos = self._draft_tokenizer.bos_token_id, self._target_tokenizer.bos_token_id
             has_bos = target_bos is not None and seq.tokens[:1] == [target_bos]
             opening = [bos] if bos is not None and (has_bos or self._draft_tokenizer.encode("")[:1] == [bos]) else []
-            own = DraftSequence(seq.id, opening, len(opening), self._task(seq), seq, seen=int(has_bos))
-            own.encoding = seq.encoding
-            self._seqs[seq.id] = own
-        own.outer, own.remaining = seq, seq.remaining
-        self._extend(seq, own)
-        return own
+            view = DraftSequence(seq.id, opening, len(opening), self._task(seq), seq, outer_length=int(has_bos))
+            view.encoding = seq.encoding
+            self._seqs[seq.id] = view
+        view.outer, view.remaining = seq, seq.remaining
+        self._extend(seq, view)
+        return view
 
     def _task(self, seq: SequenceView) -> DraftTask:
         """The draft guesses chains of its likeliest tokens: the strategy's noise and processors go by the target's."""
         end, likeliest = self._draft_tokenizer.eos_token_id, GreedySampler(Processors(), branches=0)
         return replace(seq.task, sampler=likeliest, ends=frozenset(() if end is None else (end,)))
 
-    def _extend(self, seq: SequenceView, own: DraftSequence) -> None:
+    def _extend(self, seq: SequenceView, view: DraftSequence) -> None:
         """Adds the text up to its last complete character; the draft's list of tokens stays if it only grows."""
-        seen = own.seen
-        known = seq.tokens[max(0, seen - _WINDOW) : seen]
-        before, text, count = _complete(self._target_tokenizer, known, seq.tokens[seen:], _LONGEST_CHARACTER)
-        own.seen += count
+        length = view.outer_length
+        context = seq.tokens[max(0, length - _WINDOW) : length]
+        before, text, count = _complete(self._target_tokenizer, context, seq.tokens[length:], _LONGEST_CHARACTER)
+        view.outer_length += count
         if new := text[len(before) :]:
-            start, text = window(self._draft_tokenizer, own.tokens, own.prompt_length)
-            tokens, old = encode(self._draft_tokenizer, text + new), own.tokens[start:]
+            start, text = window(self._draft_tokenizer, view.tokens, view.prompt_length)
+            tokens, old = encode(self._draft_tokenizer, text + new), view.tokens[start:]
             if tokens[: len(old)] == old:
-                own.tokens += tokens[len(old) :]
+                view.tokens += tokens[len(old) :]
             else:
-                own.tokens = own.tokens[:start] + tokens
+                view.tokens = view.tokens[:start] + tokens
 
-    def _translate(self, seq: SequenceView, own: DraftSequence, guess: Tree, budget: Budget) -> Tree:
+    def _translate(self, seq: SequenceView, view: DraftSequence, guess: Tree, budget: Budget) -> Tree:
         """The draft's guess in the target's tokens."""
         ids, end = guess.tokens, self._draft_tokenizer.eos_token_id
         ended = end in ids
         if ended:
             ids = ids[: ids.index(end)]
-        known = own.tokens[max(own.prompt_length, len(own.tokens) - _WINDOW) :]
-        before, text, _ = _complete(self._draft_tokenizer, known, ids, len(ids))
+        context = view.tokens[max(view.prompt_length, len(view.tokens) - _WINDOW) :]
+        before, text, _ = _complete(self._draft_tokenizer, context, ids, len(ids))
         new = text[len(before) :] if text.startswith(before) else ""
-        tokens = self._continuation(seq.tokens, own.seen, new)
+        tokens = self._continuation(seq.tokens, view.outer_length, new)
         if ended and self._target_tokenizer.eos_token_id is not None and bool(tokens) == bool(ids):
             tokens = [*tokens, self._target_tokenizer.eos_token_id]
         tokens = known_tokens(tokens, self._vocab_size, seq.task.ends)
         chance = math.prod(guess.confidence or [1.0]) ** (1 / max(len(tokens), 1))
         return cut(tokens, [chance] * len(tokens), seq, budget, "bridge" if guess.tokens or guess.source else "")
 
-    def _continuation(self, tokens: list[int], seen: int, new: str) -> list[int]:
+    def _continuation(self, tokens: list[int], length: int, new: str) -> list[int]:
         """The target's tokens for `new` text after exactly `tokens`; empty if the two cannot be joined."""
         if not new:
             return []
-        start, text = window(self._target_tokenizer, tokens[:seen])
+        start, text = window(self._target_tokenizer, tokens[:length])
         tail, whole = tokens[start:], encode(self._target_tokenizer, text + new)
         if whole[: len(tail)] == tail:
             return whole[len(tail) :]
-        if seen < len(tokens):
+        if length < len(tokens):
             return []
         # The model's tokens may differ from the tokenizer's; the boundary must agree.
         alone = encode(self._target_tokenizer, text)
@@ -212,14 +212,14 @@ def window(tokenizer: Tokenizer, ids: list[int], low: int = 0) -> tuple[int, str
     return first, decode_raw(tokenizer, ids[first:])
 
 
-def _complete(tokenizer: Tokenizer, known: list[int], new: list[int], most: int) -> tuple[str, str, int]:
-    """The text of `known` ids, that of as many `new` ones after them as end a character, and how many these are.
+def _complete(tokenizer: Tokenizer, context: list[int], new: list[int], most: int) -> tuple[str, str, int]:
+    """The text of `context`, the text with as many of `new` behind it as end a character, and how many these are.
 
     Fewer than `most` of `new` are left out, or all.
     """
-    before = decode_raw(tokenizer, known)
+    before = decode_raw(tokenizer, context)
     for count in range(len(new), max(0, len(new) - most), -1):
-        text = decode_raw(tokenizer, known + new[:count])
+        text = decode_raw(tokenizer, context + new[:count])
         if not text.endswith(_PARTIAL):
             return before, text, count
     return before, before, 0

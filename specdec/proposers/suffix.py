@@ -58,15 +58,15 @@ class SuffixAutomaton:
             before = link[before]
         if before < 0:
             return
-        # The link is to the state whose longest substring is that of `before` followed by `token`.
-        found = link[state] = following[before][token]
-        if self.length[found] == self.length[before] + 1:
+        # The link is to the state whose longest substring is the longest one of `before`, followed by `token`.
+        target = link[state] = following[before][token]
+        if self.length[target] == self.length[before] + 1:
             return
-        split = self._state(self.length[before] + 1, link[found], following[found].copy(), self.latest[found])
-        while before >= 0 and following[before].get(token) == found:
+        split = self._state(self.length[before] + 1, link[target], following[target].copy(), self.latest[target])
+        while before >= 0 and following[before].get(token) == target:
             following[before][token] = split
             before = link[before]
-        link[found] = link[state] = split
+        link[target] = link[state] = split
 
     def _state(self, length: int, link: int, following: dict[int, int], latest: int) -> int:
         self.next.append(following)

@@ -12,14 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from specdec.core.budget import Budget
 from specdec.core.draft_schedules.cost import Cost
-from specdec.core.draft_schedules.fixed import (
-    Confidence,
-    Constant,
-    Heuristic,
-    NamedSchedule,
-    Schedule,
-    ScheduleSetup,
-)
+from specdec.core.draft_schedules.fixed import Confidence, Constant, Heuristic, NamedSchedule, Schedule, ScheduleSetup
 
 if TYPE_CHECKING:
     from specdec.core.drafts import SequenceView
@@ -44,7 +37,7 @@ class Auto(Cost):
         budgets = super().budgets(seqs)
         if self.is_measured:
             return budgets
-        lengths = [own.limit for own in self.heuristic.budgets(seqs)]
+        lengths = [budget.limit for budget in self.heuristic.budgets(seqs)]
         return [
             replace(budget, limit=min(budget.limit, length)) if budget.branches in (None, 1) else budget
             for budget, length in zip(budgets, lengths, strict=True)
@@ -81,8 +74,8 @@ def make_schedule(
     """
     tokens, kind = options.num_assistant_tokens, schedule_kind(options)
     if kind is None:
-        own: Schedule = options.schedule
-        return own
+        schedule: Schedule = options.schedule
+        return schedule
     if options.schedule is None and lookup_tokens is not None and tokens is None:
         tokens, kind = lookup_tokens, Constant
     setup = ScheduleSetup(
@@ -109,9 +102,4 @@ def schedule_kind(options: Any) -> type[NamedSchedule] | None:
     return SCHEDULES[options.schedule or ("heuristic" if by_no_clock else DEFAULT)]
 
 
-__all__ = [
-    "SCHEDULES",
-    "Schedule",
-    "make_schedule",
-    "schedule_kind",
-]
+__all__ = ["SCHEDULES", "Schedule", "make_schedule", "schedule_kind"]

@@ -60,8 +60,8 @@ class Cost:
     trees with up to `widest` branches where target passes are dear beside nodes and draft passes, and chains elsewhere.
     `offloaded`: a target pass reads weights that are not in memory.
 
-    The other fields are what was learned; `after` adds to it, and `fresh` takes it along to the next request. `tokens`
-    and `plain_tokens`: those of all sequences of late, and those that plain rounds make in the same seconds.
+    The other fields are what was learned; `after` adds to it, and `fresh` takes it along to the next request. `tokens`:
+    what all sequences gained of late; `plain_tokens`: what plain rounds gain in the same seconds.
     """
 
     k: int = 32
@@ -85,7 +85,7 @@ class Cost:
         """A schedule that begins with what the last request of the same family learned."""
         k = setup.tokens_or(cls.k)
         widest = max(min(WIDEST, MOST_NODES // k), 1) if setup.trees else None
-        learned = cls()._changed(**vars(setup.learned)) if isinstance(setup.learned, Cost) else cls()
+        learned = cls()._with(**vars(setup.learned)) if isinstance(setup.learned, Cost) else cls()
         return learned.fresh(k, setup.branches, widest, offloaded=setup.offloaded)
 
     @property
@@ -175,48 +175,48 @@ class Cost:
         """With this round's outcomes, seconds and rate; of one that reads a text, only the draft's outcomes."""
         pause = self.pause
         if pause.skips_rule and self.seconds.adds_nothing(round):
-            return self._changed(pause=pause.after_plain(round.seconds))
+            return self._with(pause=pause.after_plain(round.seconds))
         everyone, acceptance = everyone_in(round), self.acceptance
-        tried, noticed = was_tried(round), is_noticed(round)
+        is_try, takes_time = was_tried(round), is_noticed(round)
         for seq in round.seqs:
             # A slow draft with nothing to propose counts as one that was wrong.
-            missed = noticed and bool(seq.source) and not seq.depth
+            missed = takes_time and bool(seq.source) and not seq.depth
             acceptance = acceptance.after(seq.tested, seq.levels or float(missed))
-        if noticed:
+        if takes_time:
             pause = pause._replace(reading=pause.reading + round.draft_seconds)
         if any(seq.prefill for seq in everyone):
             pause, seconds = pause._replace(rounds=0), self.seconds.after_reading(round)
-            if not (tried or any(seq.prefill for seq in round.seqs)):
+            if not (is_try or any(seq.prefill for seq in round.seqs)):
                 pause = pause.after_plain(round.seconds)
-            learned = self._changed(acceptance=acceptance, seconds=seconds, pause=pause)
-            return learned._tried(round) if tried else learned
+            learned = self._with(acceptance=acceptance, seconds=seconds, pause=pause)
+            return learned._after_try(round) if is_try else learned
         if len(round.others) != self.seconds.other_seqs:
             pause = pause._replace(rounds=0)
-        learned = self._changed(acceptance=acceptance, seconds=self.seconds.after(round), pause=pause)
-        if tried:
-            learned = learned._tried(round)._judged(round)
+        learned = self._with(acceptance=acceptance, seconds=self.seconds.after(round), pause=pause)
+        if is_try:
+            learned = learned._after_try(round)._with_verdict(round)
         else:
-            learned = learned._changed(pause=pause.after_plain(round.seconds))
+            learned = learned._with(pause=pause.after_plain(round.seconds))
         count, tokens = len(everyone), _tokens(everyone)
         plain_tokens = round.seconds * count / learned.seconds.plain_round(count)
-        return learned._changed(tokens=0.9 * self.tokens + tokens, plain_tokens=0.9 * self.plain_tokens + plain_tokens)
+        return learned._with(tokens=0.9 * self.tokens + tokens, plain_tokens=0.9 * self.plain_tokens + plain_tokens)
 
-    def _changed(self, **values: Any) -> Self:
+    def _with(self, **values: Any) -> Self:
         """With these values; ten times as fast as `replace`."""
         changed = object.__new__(type(self))
         changed.__dict__.update(self.__dict__, **values)
         return changed
 
-    def _tried(self, round: Round) -> Self:
+    def _after_try(self, round: Round) -> Self:
         """With the pause that follows a round with a draft."""
         right = any(seq.accepted for seq in round.seqs)
         if not self.is_measured or self._pays(len(round.seqs)):
-            return self._changed(pause=self.pause.stop(right=right))
+            return self._with(pause=self.pause.stop(right=right))
         price = sum(seq.drafted for seq in round.seqs) * self.seconds.passes.slope
         plain_round = self.seconds.plain_round(len(everyone_in(round)))
-        return self._changed(pause=self.pause.start(right=right, price=price, plain_round=plain_round))
+        return self._with(pause=self.pause.start(right=right, price=price, plain_round=plain_round))
 
-    def _judged(self, round: Round) -> Self:
+    def _with_verdict(self, round: Round) -> Self:
         """With the verdict on drafting, by its measured and not its predicted gain."""
         if not self.seconds.plain.weight:
             return self
@@ -224,7 +224,7 @@ class Cost:
         plain_round = self.seconds.plain_round(len(everyone))
         brought = plain_round * _tokens(everyone) / len(everyone)
         loss = round.seconds - brought if any(seq.depth for seq in everyone) else round.draft_seconds
-        return self._changed(pause=self.pause.judged(loss / plain_round, plain_round))
+        return self._with(pause=self.pause.judged(loss / plain_round, plain_round))
 
 
 def _tokens(seqs: Sequence[SequenceRound]) -> int:

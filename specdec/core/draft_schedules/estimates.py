@@ -38,7 +38,7 @@ class Acceptance:
 
     @cached_property
     def later(self) -> float:
-        """That of a level after accepted ones: higher, since drafts go on where they are sure."""
+        """The acceptance of a level after accepted ones: higher, since drafts go on where they are sure."""
         return (self.later_accepted + 0.8 * 2) / (self.later_levels + 2)
 
     @cached_property
@@ -47,7 +47,7 @@ class Acceptance:
 
         They are a line over all bins, times the guesses that the bin accepted beside those that the line expects there,
         shrunk towards 1 with the weight of two expected ones: a few misses of unlikely guesses change little. The line
-        of likeliest tokens begins near 0. That of tokens drawn with the target's own noise begins far higher, since
+        of likeliest tokens begins near 0. The line of tokens drawn with the target's own noise begins far higher, since
         unlikely ones are accepted nearly as often as others.
         """
         base, slope = self._line
@@ -60,11 +60,11 @@ class Acceptance:
 
         The prior is two guesses of confidence 1 with an acceptance of 0.8, and two of confidence 0 with none.
         """
-        bins = [(2.0, 1.6, 2.0), (2.0, 0.0, 0.0), *(own for own in self.bins if own[0])]
+        bins = [(2.0, 1.6, 2.0), (2.0, 0.0, 0.0), *(sums for sums in self.bins if sums[0])]
         count, accepted, believed = (sum(sums) for sums in zip(*bins, strict=True))
         mean, goal = believed / count, accepted / count
-        variance = sum(own**2 / n for n, _, own in bins) / count - mean**2
-        covariance = sum(own * right / n for n, right, own in bins) / count - mean * goal
+        variance = sum(belief**2 / n for n, _, belief in bins) / count - mean**2
+        covariance = sum(belief * right / n for n, right, belief in bins) / count - mean * goal
         slope = max(covariance / variance, 0.0)
         base = goal - slope * mean
         return (base, slope) if base > 0 else (0.0, goal / mean)
@@ -116,8 +116,8 @@ class LinearFit(NamedTuple):
     def add(self, nodes: float, seconds: float) -> LinearFit:
         """With one more pass; each older one loses 5% of its weight.
 
-        A stall (another program, say) must not count in full: seconds are cut to three times those of a mean
-        pass, more in proportion for more nodes. A pass of less than a third of the mean time, less in proportion for
+        A stall (another program, say) must not count in full: seconds are cut to three times a mean
+        pass's, more in proportion for more nodes. A pass of less than a third of the mean time, less in proportion for
         fewer nodes, shows that the earlier ones were stalls: it takes their place, and counts twice, as it is none.
         """
         usual = self.seconds / self.weight if self.weight else seconds

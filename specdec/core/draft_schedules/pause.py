@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 _SHORTEST, _LONGEST = 16, 256  # plain rounds until the next try: at first, and after wrong ones
-_LONGEST_DEAR = 1024  # and after a slow one, which may have been a stall
+_LONGEST_DEAR = 1024  # the most after a slow try, which may have been a stall
 _LOOK = 0.005  # the share of the time without a draft that tries may take, reading the text included
-_REST = 8  # of so many rounds of a pause, one is measured
+_REST = 8  # one round in so many of a pause is measured
 _MOST_LOST = 3  # plain rounds' seconds that drafting may lose before it is suspended
 _MOST_WON = 12  # plain rounds' seconds of gains that offset later losses: texts have easy parts and hard ones
 _SUSPENSION = (64, 512)  # plain rounds that a suspension lasts: the first, and at most

@@ -16,10 +16,10 @@ _NOTICEABLE = 0.02  # the share of a pass above which a draft's time counts even
 
 
 class Seconds(NamedTuple):
-    """The seconds of rounds. Several requests may share passes: seconds and nodes are those of all their sequences.
+    """The seconds of rounds. Several requests may share passes: they count all sequences of a pass.
 
     `passes` of the target, over nodes; `plain`: whole rounds without a draft, over sequences; `drafts`: draft passes by
-    source, over the nodes that all sequences have on a level; `other`: those of a round that are none of these.
+    source, over the nodes that all sequences have on a level; `other`: a round's seconds that are none of these.
 
     The rest describes the last rounds. Nodes of one sequence: `roots` without a draft (its live branches),
     `level_nodes` per level of its draft, `widest_nodes` in the widest pass of late. `other_seqs` of other requests, of
@@ -51,7 +51,7 @@ class Seconds(NamedTuple):
         return self.plain.at(seqs) if self.plain.weight else self.passes.at(seqs * self.roots) + self.other
 
     def shared(self, seqs: int) -> tuple[int, int]:
-        """All sequences of the next round, and those of them that draft, if these many own ones do."""
+        """How many sequences run in the next round, and how many draft, if so many of this schedule do."""
         return seqs + self.other_seqs, seqs + min(self.drafting_seqs, self.other_seqs)
 
     def pays(self, seqs: int, longest: int, acceptance: float) -> bool:
@@ -87,7 +87,7 @@ class Seconds(NamedTuple):
         count, drafted = len(everyone), sum(seq.drafted for seq in everyone)
         # Kernels run asynchronously: a pass ends with the first read of its results, which is in selection.
         pass_seconds = round.verify_seconds + round.select_seconds
-        found: dict[str, Any] = {
+        changes: dict[str, Any] = {
             "passes": self.passes.add(round.nodes, pass_seconds),
             "other": _fading(self.other, round.seconds - round.draft_seconds - pass_seconds),
             "roots": _fading(self.roots, (round.nodes - drafted) / count),
@@ -95,26 +95,26 @@ class Seconds(NamedTuple):
             "other_seqs": len(round.others),
         }
         if not any(seq.depth for seq in everyone):
-            found["plain"] = self.plain.add(count, round.seconds - round.draft_seconds)
+            changes["plain"] = self.plain.add(count, round.seconds - round.draft_seconds)
         elif self.plain.weight < _ENOUGH and not any(seq.depth for seq in round.seqs):
             # Other requests may draft in every round: without their nodes, it would have been a plain one.
-            saved = pass_seconds - found["passes"].at(round.nodes - drafted)
-            found["plain"] = self.plain.add(count, round.seconds - round.draft_seconds - saved)
+            saved = pass_seconds - changes["passes"].at(round.nodes - drafted)
+            changes["plain"] = self.plain.add(count, round.seconds - round.draft_seconds - saved)
         if was_tried(round):
-            found["drafts"] = self._drafts_with(round)
-            # of other requests, with a proposal of the same sources
-            found["drafting_seqs"] = sum(seq.depth > 0 and seq.source in _sources(round) for seq in round.others)
+            changes["drafts"] = self._drafts_with(round)
+            # Sequences of other requests count where the same source proposed for them.
+            changes["drafting_seqs"] = sum(seq.depth > 0 and seq.source in _sources(round) for seq in round.others)
         if own_levels := sum(seq.depth for seq in round.seqs):
             own_nodes = sum(seq.drafted for seq in round.seqs)
-            found["level_nodes"] = _fading(self.level_nodes, own_nodes / own_levels)
-        return self._replace(**found)
+            changes["level_nodes"] = _fading(self.level_nodes, own_nodes / own_levels)
+        return self._replace(**changes)
 
     def after_reading(self, round: Round) -> Seconds:
         """With this round, in which a text was read: a draft pass took at most the seconds of drafting."""
         return self._replace(drafts=self._drafts_with(round, read=True)) if was_tried(round) else self
 
     def _drafts_with(self, round: Round, *, read: bool = False) -> Mapping[str, LinearFit]:
-        """`drafts` with this round's draft passes; of several sources, only that of the longest draft counts.
+        """`drafts` with this round's draft passes; of several sources, only the longest draft's counts.
 
         A draft that proposed nothing counts as one pass. If a text was `read`, only what makes passes cheaper counts.
         """

@@ -31,8 +31,8 @@ def load_head(
     """
     checkpoint = Checkpoint.read(source, how, argument)
     if checkpoint.kind not in LOADERS:
-        name, known = checkpoint.source, ", ".join(LOADERS)
-        raise UnsupportedError(f"`{argument}` {name!r} is a head of kind {checkpoint.kind!r}; known are {known}")
+        name, kinds = checkpoint.source, ", ".join(LOADERS)
+        raise UnsupportedError(f"`{argument}` {name!r} is a head of kind {checkpoint.kind!r}; known are {kinds}")
     module, _, function = LOADERS[checkpoint.kind].partition(":")
     load = getattr(import_module(f"{__name__}.{module}"), function)
     with readable(checkpoint.source, argument):

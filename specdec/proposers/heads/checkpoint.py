@@ -31,7 +31,7 @@ from specdec.proposers.heads.stage import Embedding, Stage
 
 _CONFIG = "config.json"
 _WEIGHTS, _INDEX, _PICKLED = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
-_OWN = {"embed_tokens.weight", "d2t", "t2d"}  # of a head beside its stage
+_OWN = {"embed_tokens.weight", "d2t", "t2d"}  # what a head has beside its stage
 _IGNORED = ("verifier_norm.", "verifier_lm_head.", "rotary_emb.")  # only used in training
 _CONFIG_ERRORS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, StrictDataclassError)
 
@@ -103,14 +103,14 @@ class Checkpoint:
 
     def layers_config(self) -> Any:
         """The config of its decoder layers; raises LoadError if it has none."""
-        given = self.config.get("transformer_layer_config")
-        if not isinstance(given, Mapping):
+        fields = self.config.get("transformer_layer_config")
+        if not isinstance(fields, Mapping):
             raise self.broken("its config has no `transformer_layer_config`")
-        kept = {name: value for name, value in given.items() if name != "model_type"}
-        rope = kept.get("rope_parameters") or {}
-        kept["rope_parameters"] = rope.get("sliding_attention", rope) or None  # one for all layers, as in the library
-        kept["use_sliding_window"] = "sliding_attention" in (kept.get("layer_types") or ())
-        config = AutoConfig.for_model(given.get("model_type", "qwen3"), **kept)
+        values = {name: value for name, value in fields.items() if name != "model_type"}
+        rope = values.get("rope_parameters") or {}
+        values["rope_parameters"] = rope.get("sliding_attention", rope) or None  # one for all layers, as in the library
+        values["use_sliding_window"] = "sliding_attention" in (values.get("layer_types") or ())
+        config = AutoConfig.for_model(fields.get("model_type", "qwen3"), **values)
         self.count(config.num_hidden_layers, "num_hidden_layers", 1)
         config.name_or_path = self.source
         set_attention(config, "sdpa")
@@ -166,17 +166,17 @@ class Checkpoint:
 
         Raises UnsupportedError if the checkpoint has others than these, its embeddings and its vocabulary.
         """
-        wanted = stage.state_dict()
-        if unread := sorted(self.weights.keys() - wanted.keys() - _OWN):
-            raise self.broken(f"it has unknown weights {', '.join(unread[:3])}…", UnsupportedError)
-        if missing := [name for name in wanted if name not in self.weights]:
-            raise self.broken(f"{len(missing)} weights are missing, {missing[0]}…")
-        for name, tensor in wanted.items():
+        state = stage.state_dict()
+        if unknown_names := sorted(self.weights.keys() - state.keys() - _OWN):
+            raise self.broken(f"it has unknown weights {', '.join(unknown_names[:3])}…", UnsupportedError)
+        if missing_names := [name for name in state if name not in self.weights]:
+            raise self.broken(f"{len(missing_names)} weights are missing, {missing_names[0]}…")
+        for name, tensor in state.items():
             if self.weights[name].shape != tensor.shape:
-                found, expected = list(self.weights[name].shape), list(tensor.shape)
-                raise self.broken(f"`{name}` is {found}, and by its config {expected}")
-            wanted[name] = self.weights[name].to(device, dtype if tensor.is_floating_point() else None)
-        stage.load_state_dict(wanted, assign=True)
+                shape, expected = list(self.weights[name].shape), list(tensor.shape)
+                raise self.broken(f"`{name}` is {shape}, and by its config {expected}")
+            state[name] = self.weights[name].to(device, dtype if tensor.is_floating_point() else None)
+        stage.load_state_dict(state, assign=True)
         stage.to(device)  # its buffers
         stage.inputs.to(dtype)
 
@@ -197,24 +197,24 @@ class Checkpoint:
     def check_target(self, target: LanguageModel, *, width: int, vocab_size: int) -> None:
         """Raises OptionError, with the reason, if the head was made for another target."""
         verifier = (self.config.get("speculators_config") or {}).get("verifier") or {}
-        made = verifier.get("architectures") or []
-        own, config = type(target.model).__name__, target.config
+        kinds = verifier.get("architectures") or []
+        kind, config = type(target.model).__name__, target.config
         name, theirs = verifier.get("name_or_path") or "", getattr(target.model.config, "name_or_path", "") or ""
-        for what, wanted, have in (
+        for what, size, target_size in (
             ("hidden states", width, config.hidden_size),
             ("vocabulary", vocab_size, target.vocab_size),
         ):
-            if wanted != have:
+            if size != target_size:
                 raise OptionError(
-                    f"`{self.argument}` {self.source!r} was made for another target: its {what} are {wanted} wide, the "
-                    f"target's {have}: use a head that was trained for {theirs or own}"
+                    f"`{self.argument}` {self.source!r} was made for another target: its {what} are {size} wide, the "
+                    f"target's {target_size}: use a head that was trained for {theirs or kind}"
                 )
         # Two hub ids may be of different models; folders may have any name.
         ids = [one for one in (name, theirs) if one.count("/") == 1 and not Path(one).exists()]
-        if (made and own not in made) or len({one.rpartition("/")[2].lower() for one in ids}) == 2:
+        if (kinds and kind not in kinds) or len({one.rpartition("/")[2].lower() for one in ids}) == 2:
             raise OptionError(
-                f"`{self.argument}` {self.source!r} was made for {name or made[0]!r}, and the target is "
-                f"{theirs or own!r}: use that target, or if they are the same, correct `verifier` in its config.json"
+                f"`{self.argument}` {self.source!r} was made for {name or kinds[0]!r}, and the target is "
+                f"{theirs or kind!r}: use that target, or if they are the same, correct `verifier` in its config.json"
             )
 
     def broken(self, why: str, kind: type[Exception] = LoadError) -> Exception:
@@ -223,7 +223,7 @@ class Checkpoint:
 
 
 def _weights(name: str, revision: str | None) -> Iterator[tuple[str, Tensor]]:
-    """The weights in one file, or in those of an index; raises OSError if there is neither."""
+    """The weights in one file, or in the files of an index; raises OSError if there is neither."""
     present = (file for file in (_WEIGHTS, _INDEX, _PICKLED) if _is_there(name, file, revision))
     file = next(present, _WEIGHTS)
     files = [file]

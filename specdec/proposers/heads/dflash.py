@@ -34,27 +34,27 @@ class DFlashStage(Stage):
     records = False  # nodes of a block attend to later ones
 
     def __init__(self, checkpoint: Checkpoint, target: LanguageModel) -> None:
-        given, config, embedding = checkpoint.config, checkpoint.layers_config(), Embedding(target.input_embeddings)
+        fields, config, embedding = checkpoint.config, checkpoint.layers_config(), Embedding(target.input_embeddings)
         width, eps = config.hidden_size, config.rms_norm_eps
-        size, vocab = given.get("target_hidden_size") or width, config.vocab_size or target.vocab_size
+        size, vocab = fields.get("target_hidden_size") or width, config.vocab_size or target.vocab_size
         checkpoint.check_target(target, width=size, vocab_size=vocab)
         self.reads = checkpoint.read_layers("aux_hidden_state_layer_ids", target)
-        vocabulary, anchor = checkpoint.vocabulary(target), bool(given.get("sample_from_anchor"))
-        self.masks = checkpoint.count(given.get("block_size", 8), "block_size", 1 if anchor else 2) - 1
-        self.mask = checkpoint.count(given.get("mask_token_id"), "mask_token_id", 0, embedding.vocab_size - 1)
+        vocabulary, anchor = checkpoint.vocabulary(target), bool(fields.get("sample_from_anchor"))
+        self.masks = checkpoint.count(fields.get("block_size", 8), "block_size", 1 if anchor else 2) - 1
+        self.mask = checkpoint.count(fields.get("mask_token_id"), "mask_token_id", 0, embedding.vocab_size - 1)
         self.guesses = self.masks + anchor
         kinds = [replace(kind, window=kind.window and kind.window + 1) for kind in checkpoint.kinds(config)]  # + itself
         super().__init__(config, embedding, width + 1, target.vocab_size, kinds, blind=0, vocabulary=vocabulary)
         # Windows may start from a block's first token, and windowed layers may attend backwards only.
-        self._anchored = given.get("windows_from_anchor", True)
-        self._causal = () if given.get("sliding_window_non_causal") else ("sliding_attention",)
-        self._scales = [given.get(name, 1.0) for name in ("input_embedding_scale", "output_multiplier")]
-        self._softcap = given.get("final_logit_softcapping")
+        self._anchored = fields.get("windows_from_anchor", True)
+        self._causal = () if fields.get("sliding_window_non_causal") else ("sliding_attention",)
+        self._scales = [fields.get(name, 1.0) for name in ("input_embedding_scale", "output_multiplier")]
+        self._softcap = fields.get("final_logit_softcapping")
         self.fc = nn.Linear(len(self.reads) * width, width, bias=False)
         self.hidden_norm, self.norm = qwen.Qwen3RMSNorm(width, eps=eps), qwen.Qwen3RMSNorm(width, eps=eps)
         self.layers = nn.ModuleList(qwen.Qwen3DecoderLayer(config, i) for i in range(config.num_hidden_layers))
-        own = vocabulary is not None or "lm_head.weight" in checkpoint.weights
-        self.lm_head = nn.Linear(width, checkpoint.vocabulary_size(target), bias=False) if own else None
+        has_head = vocabulary is not None or "lm_head.weight" in checkpoint.weights
+        self.lm_head = nn.Linear(width, checkpoint.vocabulary_size(target), bias=False) if has_head else None
         self._whole = (target.output_embeddings,)  # in a tuple: not a submodule
         with torch.device("cpu"):
             self.rotary_emb = qwen.Qwen3RotaryEmbedding(config)
@@ -68,13 +68,13 @@ class DFlashStage(Stage):
     ) -> Tensor:
         """The last layer's output, and a column of zeros."""
         context, block = features[..., :-1], features[..., -1:] > 0
-        seen = {name: self._widened_mask(name, mask, block[..., 0]) for name, mask in masks.items()}
+        block_masks = {name: self._widened_mask(name, mask, block[..., 0]) for name, mask in masks.items()}
         angles, hidden = self.rotary_emb(embeds, positions), embeds * self._scales[0]
         layers: Any = zip(self.layers, self.config.layer_types, strict=True)
         for number, (part, name) in enumerate(layers):
             normed = part.input_layernorm(hidden)
             sources = torch.where(block, normed, context)
-            hidden = hidden + _attention(part.self_attn, normed, sources, angles, seen[name], cache, number)
+            hidden = hidden + _attention(part.self_attn, normed, sources, angles, block_masks[name], cache, number)
             hidden = hidden + part.mlp(part.post_attention_layernorm(hidden))
         return F.pad(hidden, (0, 1))
 
@@ -94,15 +94,15 @@ class DFlashStage(Stage):
 def _attention(
     attention: Any, normed: Tensor, sources: Tensor, angles: tuple[Tensor, Tensor], mask: Tensor, cache: Any, layer: int
 ) -> Tensor:
-    """Attention with keys and values made of `sources` `[rows, nodes, hidden]`, and queries of `normed`."""
+    """Attention with keys and values made of `sources`, and queries of `normed`, both `[rows, nodes, hidden]`."""
     shape = (*normed.shape[:-1], -1, attention.head_dim)
     query = attention.q_norm(attention.q_proj(normed).view(shape)).transpose(1, 2)
     key = attention.k_norm(attention.k_proj(sources).view(shape)).transpose(1, 2)
     value = attention.v_proj(sources).view(shape).transpose(1, 2)
     query, key = qwen.apply_rotary_pos_emb(query, key, *angles)
     key, value = (key, value) if cache is None else cache.update(key, value, layer)
-    seen = F.scaled_dot_product_attention(query, key, value, mask, scale=attention.scaling, enable_gqa=True)
-    return attention.o_proj(seen.transpose(1, 2).flatten(2))
+    attended = F.scaled_dot_product_attention(query, key, value, mask, scale=attention.scaling, enable_gqa=True)
+    return attention.o_proj(attended.transpose(1, 2).flatten(2))
 
 
 class DFlashProposer(HeadProposer):
@@ -125,7 +125,7 @@ class DFlashProposer(HeadProposer):
             growth.cached.branches = EMPTY
 
     def _run(self, feeds: Sequence[Feed], level: int = 0) -> list[Logits]:
-        """A pass over text and, if logits are wanted, the block; returns those of the block `[guesses, vocab]`."""
+        """A pass over text and, if logits are wanted, the block; returns the block's logits `[guesses, vocab]`."""
         block, guesses = self._head.stage, any(feed.work.num_logits for feed in feeds)
         masks = [block.mask] * block.masks if guesses else []
         fed = []

@@ -107,9 +107,9 @@ class EagleStage(Stage):
             "position_embeddings": self.rotary_emb(features, positions),
             CACHE: cache,
         }
-        first, *others = self.layers
+        first, *further = self.layers
         hidden = first(embeds, features, attention_mask=masks[self._names[0]], **common)
-        for layer, name in zip(others, self._names[1:], strict=True):
+        for layer, name in zip(further, self._names[1:], strict=True):
             hidden = layer(hidden, attention_mask=masks[name], **common)
         return self.norm(hidden) if self.norm_output else hidden
 
@@ -123,7 +123,7 @@ def load_eagle(checkpoint: Checkpoint, target: LanguageModel, how: Loading) -> H
     Raises OptionError if it was made for another target, UnsupportedError for unknown layers, LoadError for a broken
     checkpoint.
     """
-    config, given = checkpoint.layers_config(), checkpoint.config
+    config, fields = checkpoint.layers_config(), checkpoint.config
     if config.model_type not in KINDS:
         raise UnsupportedError(
             f"`{checkpoint.argument}` {checkpoint.source!r} has layers of kind {config.model_type!r}; known are "
@@ -131,7 +131,7 @@ def load_eagle(checkpoint: Checkpoint, target: LanguageModel, how: Loading) -> H
         )
     if (getattr(config, "rope_parameters", None) or {}).get("partial_rotary_factor", 1) != 1:
         raise checkpoint.broken("rotary embeddings over a part of each attention head are unknown", UnsupportedError)
-    width = given.get("target_hidden_size") or config.hidden_size
+    width = fields.get("target_hidden_size") or config.hidden_size
     checkpoint.check_target(target, width=width, vocab_size=config.vocab_size)
     layers = checkpoint.read_layers("eagle_aux_hidden_state_layer_ids", target)
     dtype = checkpoint.dtype(how, target)
@@ -139,7 +139,7 @@ def load_eagle(checkpoint: Checkpoint, target: LanguageModel, how: Loading) -> H
     if embedding.width != config.hidden_size:
         raise checkpoint.broken(f"embeddings are {embedding.width} wide, its layers {config.hidden_size}")
     vocabulary = checkpoint.vocabulary(target)
-    norms = [name for name in NORMS if given.get(name)]
+    norms = [name for name in NORMS if fields.get(name)]
     if {"norm_before_fc", "fc_norm"} <= {*norms}:
         raise checkpoint.broken("`norm_before_fc` and `fc_norm` exclude each other")
     checkpoint.kinds(config)

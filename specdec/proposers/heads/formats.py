@@ -14,7 +14,11 @@ from torch import Tensor
 Config = Mapping[str, Any]
 Weights = Mapping[str, Tensor]
 
-_ASSISTANT = {"target_layer_ids", "block_size", "mask_token_id"}  # of transformers' assistants that guess blocks
+_ASSISTANT = {
+    "target_layer_ids",
+    "block_size",
+    "mask_token_id",
+}  # transformers' assistants that guess blocks have these
 _GEMMA = r"gemma4\w*_assistant"  # the `model_type` of Gemma 4's assistants
 _NAMES = r"(?=.*ForCausalLM).*?(Eagle3?)|(DFlash2?)DraftModel"  # architectures of heads, with their kind
 
@@ -61,14 +65,14 @@ def _native_eagle(config: Config, weights: Weights) -> tuple[Config, Weights]:
 
 def _block_of_z_lab(config: Config) -> Config:
     """DFlash's own form: `dflash_config` in the config of the layers, whose windows count each token itself."""
-    given, window = config["dflash_config"], config.get("sliding_window")
-    fields = {name: given.get(name, config.get(name)) for name in ("block_size", "mask_token_id")}
+    block, window = config["dflash_config"], config.get("sliding_window")
+    fields = {name: block.get(name, config.get(name)) for name in ("block_size", "mask_token_id")}
     return {
         **config,
-        **given,
+        **block,
         **{name: value for name, value in fields.items() if value is not None},
         "transformer_layer_config": {**config, "sliding_window": window and window - 1},
-        "aux_hidden_state_layer_ids": [layer + 1 for layer in given["target_layer_ids"]],
+        "aux_hidden_state_layer_ids": [layer + 1 for layer in block["target_layer_ids"]],
         "sliding_window_non_causal": config.get("is_causal") is False,
         "windows_from_anchor": False,
     }

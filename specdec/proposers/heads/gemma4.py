@@ -46,11 +46,11 @@ class AssistantStage(Stage):
     records = False  # it reads the keys' positions from its cache
 
     def __init__(self, checkpoint: Checkpoint, target: LanguageModel) -> None:
-        given, whole, vocab = checkpoint.config, target.config, target.vocab_size
-        shared = {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": given["text_config"]["num_hidden_layers"]}
-        text = AllShared.from_dict({**given["text_config"], **shared})
+        fields, whole, vocab = checkpoint.config, target.config, target.vocab_size
+        shared = {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": fields["text_config"]["num_hidden_layers"]}
+        text = AllShared.from_dict({**fields["text_config"], **shared})
         set_attention(text, "sdpa")
-        checkpoint.check_target(target, width=given["backbone_hidden_size"], vocab_size=text.vocab_size)
+        checkpoint.check_target(target, width=fields["backbone_hidden_size"], vocab_size=text.vocab_size)
         # by kind, the number of the last layer with keys and values, and how many keys of which width it makes
         kinds = whole.layer_types[: whole.num_hidden_layers - whole.num_kv_shared_layers]
         numbers = {kind: number for number, kind in enumerate(kinds) if kind in text.layer_types}
@@ -73,7 +73,7 @@ class AssistantStage(Stage):
         self.norm = gemma.Gemma4RMSNorm(self._hidden, eps=text.rms_norm_eps)
         self.pre_projection = nn.Linear(2 * self._state, self._hidden, bias=False)
         self.post_projection = nn.Linear(self._hidden, self._state, bias=False)
-        clusters, outer = given.get("use_ordered_embeddings"), {**given, "get_text_config": lambda: text}
+        clusters, outer = fields.get("use_ordered_embeddings"), {**fields, "get_text_config": lambda: text}
         self.masked_embedding = Clusters(SimpleNamespace(**outer)) if clusters else None
         self.lm_head = nn.Embedding(vocab, self._hidden) if clusters else nn.Linear(self._hidden, vocab, bias=False)
         with torch.device("cpu"):
@@ -100,12 +100,12 @@ class AssistantStage(Stage):
         state, states, guess = torch.split(features, [self._state, self._kv_width, 1], dim=-1)
         guessed = guess[..., 0].round().long()
         at, shared = positions - guessed, self._keys_and_values(states, positions, cache)
-        seen = self._masks(masks["full_attention"], positions, guessed, cache)
+        kind_masks = self._masks(masks["full_attention"], positions, guessed, cache)
         hidden, common = self.pre_projection(torch.cat([embeds, state], -1)), {"shared_kv_states": shared}
         angles = {name: self.rotary_emb(hidden, at, name) for name in shared}
         for layer, name in zip(self.layers, self._kinds, strict=True):
             turned = {"position_embeddings": angles[name], "position_ids": at}
-            hidden = layer(hidden, attention_mask=seen[name], **common, **turned)
+            hidden = layer(hidden, attention_mask=kind_masks[name], **common, **turned)
         hidden = self.norm(hidden)
         return torch.cat(
             [self.post_projection(hidden), F.pad(hidden, (0, self._kv_width - self._hidden)), guess + 1], -1
@@ -117,7 +117,10 @@ class AssistantStage(Stage):
         return head(hidden) if self.masked_embedding is None else self.masked_embedding(hidden, head.weight)
 
     def _keys_and_values(self, states: Tensor, positions: Tensor, cache: Any) -> dict[str, tuple[Tensor, Tensor]]:
-        """Keys and values by kind, `[rows, heads, end, width]`; a node adds those of the token before it."""
+        """Keys and values by kind, `[rows, heads, end, width]`; a node adds the keys and values of the token before it.
+
+        `states` `[rows, nodes, width]`, `positions` `[rows, nodes]`.
+        """
         shared: dict[str, tuple[Tensor, Tensor]] = {}
         widths = [2 * count * width for count, width in self._sizes.values()]
         parts = torch.split(states[..., : sum(widths)], widths, dim=-1)
@@ -128,7 +131,10 @@ class AssistantStage(Stage):
         return shared
 
     def _masks(self, mask: Tensor, positions: Tensor, guessed: Tensor, cache: Any) -> dict[str, Tensor]:
-        """The masks by kind, in which no guess is visible."""
+        """The masks by kind, in which no guess is visible, from `mask` `[rows, 1, nodes, end]`.
+
+        `positions` and `guessed`, the numbers among the guesses: `[rows, nodes]`.
+        """
         keys = torch.where(guessed > 0, torch.iinfo(torch.long).max, positions)[:, None, :, None]
         keys = keys if cache is None else cache.update(keys, keys, len(self._sizes))[0]
         at, keys, lowest = (positions - guessed)[:, None, :, None], keys.transpose(2, 3), torch.finfo(mask.dtype).min

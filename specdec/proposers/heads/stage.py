@@ -61,7 +61,11 @@ class Stage(nn.Module, ABC):
     def write(
         self, embeds: Tensor, features: Tensor, masks: Mapping[str, Tensor], positions: Tensor, cache: Any
     ) -> Tensor:
-        """The features `[rows, nodes, width]` that it writes."""
+        """The features `[rows, nodes, width]` that it writes.
+
+        `embeds`: `[rows, nodes, hidden]`, `features`: `[rows, nodes, width]`, `masks` by kind of attention:
+        `[rows, 1, nodes, end]`, `positions`: `[rows, nodes]`.
+        """
 
     @abstractmethod
     def guess(self, written: Tensor) -> Tensor:
@@ -92,13 +96,13 @@ class Stage(nn.Module, ABC):
         inputs_embeds: Tensor | None = None,
         logits_to_keep: int | Tensor = 0,
         output_hidden_states: bool = False,
-        **given: Any,
+        **options: Any,
     ) -> CausalLMOutputWithPast:
         """Logits, and the features that it writes as hidden states.
 
         Without `inputs_embeds` (a trial of its speed), features are zero and logits are of its own vocabulary.
         """
-        trial, cache = inputs_embeds is None, given.get(CACHE)
+        trial, cache = inputs_embeds is None, options.get(CACHE)
         if inputs_embeds is None:
             assert input_ids is not None
             inputs_embeds = F.pad(self.embedding(input_ids).to(self.dtype), (0, self.width))
