@@ -292,10 +292,10 @@ class Tuner:
             yield _trial(mode, draft, exactness, *({at: some[at] for at in whole} for some in (own, answers[NONE])))
 
     def _share(self, more: int) -> float:
-        """Seconds for the answers of this mode: of further ones, as many are left time for as leave two laps each."""
+        """Seconds for the answers of this mode: of further ones, as many are left time for as leave a lap each."""
         for count in range(more, -1, -1):
             seconds = (self.deadline - self.clock() - count * self._loading) / (count + 1)
-            if seconds >= 2 * self._lap:
+            if seconds >= self._lap:
                 break
         return seconds
 
