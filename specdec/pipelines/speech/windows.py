@@ -163,7 +163,7 @@ class Listener:
         options: Mapping[str, Any],
         progress: Callable[[float], None],
     ) -> None:
-        self._generator, self._whisper, self._settings = generator, whisper, settings
+        self._generator, self.whisper, self.settings = generator, whisper, settings
         self._options, self._progress = dict(options), progress
         self._seed: int = self._options.pop("seed")
         self._positions = int(whisper.model.config.max_target_positions)
@@ -187,8 +187,8 @@ class Listener:
     def _round(self, tracks: Sequence[Track]) -> None:
         """Decodes one window of each track."""
         before = [min(track.seek, track.sound_frames) for track in tracks]
-        features = torch.stack([track.window(self._whisper.frames) for track in tracks])
-        encoding = self._whisper.model.encode({"input_features": features})
+        features = torch.stack([track.window(self.whisper.frames) for track in tracks])
+        encoding = self.whisper.model.encode({"input_features": features})
         for row, track in enumerate(tracks):
             self._open(track, encoding.select([row]))
         prompts = [self._prompt(track) for track in tracks]
@@ -202,14 +202,14 @@ class Listener:
 
     def _open(self, track: Track, encoding: Encoding) -> None:
         """Sets language and task of a track by its first window, or of each window if the settings say so."""
-        s = self._settings
+        s = self.settings
         if s.language_per_window or not track.opening:
             how: dict[str, Any] = {"language": s.language, "task": s.task, "timestamps": track.timestamps}
-            track.opening = self._whisper.prompt(encoding, **how)
+            track.opening = self.whisper.prompt(encoding, **how)
 
     def _prompt(self, track: Track) -> list[int]:
         """The decoder's prompt: `prompt_ids` and earlier text, as far as the settings want them, and the opening."""
-        s, whisper = self._settings, self._whisper
+        s, whisper = self.settings, self.whisper
         wanted = list(s.prompt_ids or ())
         first = s.prompt_condition_type == "first-segment"
         before, suppressed = whisper.setting("prev_sot_token_id"), whisper.setting("suppress_tokens") or []
@@ -228,7 +228,7 @@ class Listener:
 
     def _decoded(self, batch: _Batch) -> list[_Decoded]:
         """The decoded text of each row, at the first temperature whose text is accepted, else at the last."""
-        s = self._settings
+        s = self.settings
         texts: dict[int, _Decoded] = {}
         pending = list(range(len(batch.tracks)))
         for temperature in s.temperatures:
@@ -239,7 +239,7 @@ class Listener:
             for i, (row, tokens) in enumerate(zip(pending, out.new_tokens(), strict=True)):
                 log_prob = None if s.logprob_threshold is None else _mean_log_prob(out, i, tokens, temperature)
                 texts[row] = _Decoded(tokens, reasons[i], temperature, self._is_silent(part, i, tokens, log_prob))
-                if not texts[row].skip and s.distrusts(tokens, log_prob, self._whisper.model.vocab_size):
+                if not texts[row].skip and s.distrusts(tokens, log_prob, self.whisper.model.vocab_size):
                     again.append(row)
             pending = again
             if not pending:
@@ -248,24 +248,24 @@ class Listener:
 
     def _is_silent(self, batch: _Batch, row: int, tokens: Sequence[int], log_prob: float | None) -> bool:
         """Whether silence is likelier than a row's text, which costs a pass where the text may be made of it."""
-        whisper, prompt = self._whisper, batch.prompts[row]
+        whisper, prompt = self.whisper, batch.prompts[row]
         words = sum(token < whisper.end for token in tokens)
-        if whisper.setting("no_timestamps_token_id") is None or not self._settings.may_skip(words, log_prob):
+        if whisper.setting("no_timestamps_token_id") is None or not self.settings.may_skip(words, log_prob):
             return False
         evidence = whisper.evidence(batch.encoding.select([row]), prompt, len(batch.tracks[row].opening), tokens)
-        return self._settings.skips(evidence, words, log_prob)
+        return self.settings.skips(evidence, words, log_prob)
 
     def _generate(self, batch: _Batch, temperature: float) -> Generation:
-        options = options_at(temperature, self._options, self._settings)
+        options = options_at(temperature, self._options, self.settings)
         if temperature > 0:
             options["seed"] = [fold(fold(self._seed, track.number), track.seek) for track in batch.tracks]
-        if self._settings.logprob_threshold is not None:
+        if self.settings.logprob_threshold is not None:
             options["output_scores"] = True
         if self._predicts and any(expected := [track.expected or None for track in batch.tracks]):
             options["prediction"] = expected
         extra = list(options.pop("logits_processor", ()))
         if batch.tracks[0].timestamps:
-            extra.insert(0, self._whisper.timestamp_rules(len(batch.prompts[0])))
+            extra.insert(0, self.whisper.timestamp_rules(len(batch.prompts[0])))
         out = self._generator.generate(
             input_features=batch.features,
             encoder_outputs=batch.encoding,
@@ -289,7 +289,7 @@ class Listener:
 
     def _advance(self, batch: _Batch, row: int, decoded: _Decoded) -> None:
         """Adds a decoded window to its track, and moves on to the end of its segments."""
-        track, whisper = batch.tracks[row], self._whisper
+        track, whisper = batch.tracks[row], self.whisper
         frames = min(track.frames - track.seek, whisper.frames)
         track.trusted = decoded.temperature < _WARM
         if decoded.skip:
@@ -298,7 +298,7 @@ class Listener:
         track.finish_reasons.append(decoded.finish)
         offset = track.seek * TOKEN_SECONDS / whisper.stride
         tokens, times = decoded.tokens, None
-        if self._settings.return_timestamps == "word":
+        if self.settings.return_timestamps == "word":
             sound = max(min(track.sound_frames - track.seek, whisper.frames), 1)
             times = whisper.times(batch.encoding.select([row]), batch.prompts[row], tokens, sound)
             times = [time + offset for time in times]
