@@ -90,12 +90,12 @@ def options_at(temperature: float, options: Mapping[str, Any], settings: SpeechS
 class Track:
     """Sound that is decoded on its own, and its text so far.
 
-    `features` `[mels, frames]`, of which `sound_frames` are sound and the rest padding to a window. `timestamps`:
-    whether they are decoded with the text. `pace`: seconds of new sound per frame, fewer where tracks overlap. `seek`:
-    the frame at which the next window begins. `opening`: the prompt's tokens of language and task. `trusted`: the last
-    text may be context for the next window. `finish_reasons`: of its windows with speech. `ahead`: tokens after the
-    last window's last timestamp, whose sound the next window has again. `before`: the track that has the same sound as
-    this one, from its fraction `shared_from` on.
+    `features` `[mels, frames]`: those from frame `first` on; after `sound_frames` comes padding to a window.
+    `timestamps`: whether they are decoded with the text. `pace`: seconds of new sound per frame, fewer where tracks
+    overlap. `seek`: the frame at which the next window begins. `opening`: the prompt's tokens of language and task.
+    `trusted`: the last text may be context for the next window. `finish_reasons`: of its windows with speech. `ahead`:
+    tokens after the last window's last timestamp, whose sound the next window has again. `before`: the track that has
+    the same sound as this one, from its fraction `shared_from` on. `latest`: the last window's tokens.
     """
 
     number: int
@@ -111,9 +111,11 @@ class Track:
     ahead: list[int] = field(default_factory=list)
     before: Track | None = None
     shared_from: float = 0.0
+    first: int = 0
+    latest: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.frames = int(self.features.shape[1])
+        self.frames = self.first + int(self.features.shape[1])
 
     @property
     def done(self) -> bool:
@@ -135,7 +137,7 @@ class Track:
 
     def window(self, frames: int) -> Tensor:
         """The next window `[mels, frames]`, padded at the end of the sound."""
-        piece = self.features[:, self.seek : self.seek + frames]
+        piece = self.features[:, self.seek - self.first :][:, :frames]
         return functional.pad(piece, (0, frames - piece.shape[1]))
 
 
@@ -167,8 +169,9 @@ class Listener:
         self._options, self._progress = dict(options), progress
         self._seed: int = self._options.pop("seed")
         self._positions = int(whisper.model.config.max_target_positions)
-        draft = None if any(name in self._options for name in DRAFT_NAMES) else generator.draft
-        self._predicts = draft is not None and draft.reads_predictions
+        named = [name for name in DRAFT_NAMES if name in self._options]
+        draft = self._options.get("assistant_model") if named else generator.draft
+        self._predicts = bool(getattr(draft, "reads_predictions", False))
         self.stats: list[Stats] = []
 
     def listen(self, tracks: Iterable[Track], batch_size: int) -> Iterator[None]:
@@ -291,7 +294,7 @@ class Listener:
         """Adds a decoded window to its track, and moves on to the end of its segments."""
         track, whisper = batch.tracks[row], self.whisper
         frames = min(track.frames - track.seek, whisper.frames)
-        track.trusted = decoded.temperature < _WARM
+        track.trusted, track.latest = decoded.temperature < _WARM, []
         if decoded.skip:
             track.seek += frames
             return
@@ -304,6 +307,7 @@ class Listener:
             times = [time + offset for time in times]
         if tokens[-1:] == [whisper.end]:
             tokens = tokens[:-1]
+        track.latest = tokens
         segments, covered = window_segments(
             tokens, begin=whisper.timestamp_begin, offset=offset, frames=frames, stride=whisper.stride, times=times
         )
