@@ -32,12 +32,12 @@ class Heard:
 class Live(Generic[T]):
     """Takes sound by `hear` until `end`; `next` decodes the last window once, which is worthwhile once it `is_due`.
 
-    A window that is full, or the last one, is decoded as a file's, and its text is final; only of sound 80 dB below the
-    loudest that comes later, a file would hear nothing. Other windows are decoded as if the sound had ended. The sound
-    of final windows is forgotten. `hear` and `end` may be called while another thread is in `next`.
+    A window that is full, or the last one, is decoded as a file's, and its text is final; but silence is 80 dB below
+    the loudest sound so far, in a file below the loudest of all. Other windows are decoded as if the sound had ended.
+    The sound of final windows is forgotten. `hear` and `end` may be called while another thread is in `next`.
 
-    `step`: seconds of new sound between two passes over a window. `read` returns the text of a recording, as far as it
-    is decoded, and `finish` the result of one, which took so many seconds.
+    `rate`: samples per second. `step`: seconds of new sound between two passes over a window. `read` returns the text
+    of a recording, as far as it is decoded, and `finish` the result of one, which took so many seconds.
     """
 
     def __init__(
@@ -52,9 +52,9 @@ class Live(Generic[T]):
         if extractor.dither:
             raise UnsupportedError("the `feature_extractor` adds noise to whole recordings: set its `dither` to 0")
         self._listener, self._extractor, self._read, self._finish = listener, extractor, read, finish
-        self._rate, self._hop, self._least = extractor.sampling_rate, extractor.hop_length, extractor.n_samples
+        self.rate, self._hop, self._least = extractor.sampling_rate, extractor.hop_length, extractor.n_samples
         self._edge = -(-extractor.n_fft // 2 // self._hop)  # frames on a side of a frame that have some of its sound
-        self._waiting, self._step = SimpleQueue[Samples](), round(step * self._rate)
+        self._waiting, self._step = SimpleQueue[Samples](), round(step * self.rate)
         self._came = self._taken = self._passed = 0  # samples: that were heard, of these taken, of these decoded
         self._sound, self._first = np.empty(0, np.float32), 0  # from this frame on, for frames not in `_power`
         self._power = torch.empty(extractor.feature_size, 0)  # of complete frames, from the window's first on
@@ -65,12 +65,12 @@ class Live(Generic[T]):
     @property
     def duration(self) -> float:
         """Seconds of sound that came."""
-        return self._came / self._rate
+        return self._came / self.rate
 
     @property
     def behind(self) -> float:
         """Seconds of sound that wait for a pass."""
-        return (self._came - self._taken) / self._rate
+        return (self._came - self._taken) / self.rate
 
     @property
     def is_due(self) -> bool:
@@ -90,7 +90,7 @@ class Live(Generic[T]):
 
     def hear(self, samples: Any) -> None:
         """Takes the next samples: an array `[samples]` or `[channels, samples]` at the model's rate."""
-        block = read_audio(samples, self._rate).samples
+        block = read_audio(samples, self.rate).samples
         self._waiting.put(block)
         self._came += len(block)
 
@@ -161,7 +161,7 @@ class Live(Generic[T]):
         """Keeps what was decoded of a window, and returns its text; of the `last`, all that is not said yet."""
         self._power = self._power[:, track.seek - self._track.seek :]
         self._track, self._recording.tracks = track, [track]
-        self._recording.duration = self._taken / self._rate
+        self._recording.duration = self._taken / self.rate
         self._listener.stats = [total(self._listener.stats)]
         text, said = self._read(self._recording), self._text
         if not (text.startswith(said) or last):
