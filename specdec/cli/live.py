@@ -1,4 +1,4 @@
-"""`specdec transcribe` of sound that comes while it runs: standard input."""
+"""`specdec transcribe` of sound that comes while it runs: standard input, a microphone."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ _ERASE = "\r\x1b[K"
 
 def source_of(params: Mapping[str, Any]) -> str | None:
     """The flag that names sound that comes, or None; raises OptionError for other flags that contradict it."""
-    source = "stdin" if params["stdin"] else None
+    sources = [source for source in ("stdin", "microphone") if params[source]]
+    if len(sources) > 1:
+        raise OptionError("--stdin and --microphone are sound that comes: leave one of them out")
+    source = next(iter(sources), None)
     if params["rate"] is not None and source != "stdin":
         raise OptionError("--rate is of the raw sound that --stdin reads: pass --stdin")
     if source is None:
@@ -35,6 +38,10 @@ def source_of(params: Mapping[str, Any]) -> str | None:
         raise OptionError(f"--{source} is sound that comes, and files were named besides: leave one of them out")
     if whole := [flag.replace("_", "-") for flag in WHOLE if params[flag]]:
         raise OptionError(f"--{whole[0]} is for whole recordings: leave it out, or --{source}")
+    if source == "microphone":
+        from specdec.pipelines.speech.sources import microphone_library
+
+        microphone_library()
     return source
 
 
@@ -42,10 +49,14 @@ def transcribe_live(
     transcriber: Transcriber, options: Mapping[str, Any], params: Mapping[str, Any]
 ) -> tuple[Transcription, SpecdecError | None]:
     """Shows what is heard, until the sound ends or Ctrl-C; the whole, and the error that ended the sound."""
-    from specdec.pipelines.speech.sources import streamed
+    from specdec.pipelines.speech.sources import microphone_library, recorded, streamed
 
-    live, screen, stdin = transcriber.live(**options), _Screen(params), sys.stdin.buffer
-    blocks = streamed(getattr(stdin, "raw", stdin), live.rate, params["rate"] or RATE)
+    live, screen = transcriber.live(**options), _Screen(params)
+    if params["microphone"]:
+        blocks = recorded(microphone_library(), live.rate)
+    else:
+        stdin = sys.stdin.buffer
+        blocks = streamed(getattr(stdin, "raw", stdin), live.rate, params["rate"] or RATE)
     errors: list[SpecdecError] = []
     remark("listening; Ctrl-C ends the sound", "dim")
     for heard in _followed(live, blocks, errors):

@@ -51,6 +51,7 @@ def transcribe(
     stdin: bool = Option(
         False, "--stdin", help="Transcribe sound while it comes: WAV or raw samples, 16-bit little-endian mono."
     ),
+    microphone: bool = Option(False, "--microphone", help="Transcribe a microphone's sound while it comes."),
     rate: int | None = Option(None, min=1000, max=384_000, help=f"Raw samples per second, by default {live.RATE}."),
     demo: bool = Option(False, "--demo", help="Transcribe the bundled recordings."),
     model: str | None = Option(

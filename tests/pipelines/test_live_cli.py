@@ -2,8 +2,12 @@
 
 import io
 import json
+import os
+import signal
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -77,11 +81,80 @@ def test_half_a_sample(typed: Any, whole: Any) -> None:
     assert err.endswith("the sound ends with 1 of a sample's 2 bytes: send whole 16-bit samples")
 
 
+class PortAudioError(Exception):
+    """sounddevice's."""
+
+
+class Microphone:
+    """A device that is heard for 2.6 seconds, and then as its driver says."""
+
+    samplerate = float(RATE)
+
+    def __init__(self, end: Any) -> None:
+        self._sound, self._end = SOUND.astype(np.float32)[:, None] / 2**15, end
+
+    def __enter__(self) -> "Microphone":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def read(self, count: int) -> tuple[np.ndarray, bool]:
+        block, self._sound = self._sound[:count], self._sound[count:]
+        return block, not len(block) and self._end()
+
+
+def unplugged() -> None:
+    raise PortAudioError("device unavailable")
+
+
+@pytest.mark.parametrize(
+    ("end", "words"),
+    [
+        (unplugged, "no microphone can be heard (device unavailable): connect one, or pipe sound to --stdin"),
+        (lambda: True, "faster than it is transcribed, and some was lost: take a smaller model"),
+    ],
+)
+def test_microphone(typed: Any, whole: Any, end: Any, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What came before an error is transcribed."""
+    library = SimpleNamespace(InputStream=lambda **_: Microphone(end), PortAudioError=PortAudioError)
+    monkeypatch.setitem(sys.modules, "sounddevice", library)
+    code, out, err = typed(b"", "--microphone")
+    assert (code, out) == (1, whole["text"].strip() + "\n")
+    assert words in err
+
+
+def test_microphone_without_its_library(typed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is told before the model is loaded, and how to get it."""
+    monkeypatch.setitem(sys.modules, "sounddevice", None)
+    code, out, err = typed(b"", "--microphone")
+    assert (code, out, "listening" in err) == (1, "", False)
+    assert "--microphone needs sounddevice: pip install -e '.[microphone]'" in err
+
+
+def test_ctrl_c_ends_the_sound(typed: Any, whole: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what came before it is transcribed."""
+
+    def interrupted() -> bool:
+        if not signals:
+            signals.append(os.kill(os.getpid(), signal.SIGINT))
+        time.sleep(0.05)
+        return False
+
+    signals: list[None] = []
+
+    library = SimpleNamespace(InputStream=lambda **_: Microphone(interrupted), PortAudioError=PortAudioError)
+    monkeypatch.setitem(sys.modules, "sounddevice", library)
+    code, out, _ = typed(b"", "--microphone")
+    assert (code, out) == (0, whole["text"].strip() + "\n")
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
         (["--rate", 8000], "--rate is of the raw sound that --stdin reads: pass --stdin"),
         (["--stdin", "talk.wav"], "leave one of them out"),
+        (["--stdin", "--microphone"], "--stdin and --microphone are sound that comes: leave one of them out"),
         (["--stdin", "--demo"], "--demo is for whole recordings: leave it out, or --stdin"),
         (["--stdin", "--chunk-length", 1], "--chunk-length is for whole recordings"),
         (["--stdin", "--rate", 0], "--rate"),

@@ -98,6 +98,23 @@ def test_blocks_are_read_ahead() -> None:
     assert [len(part) for part in parts] == [2, 10]
 
 
+def test_a_caller_that_leaves() -> None:
+    """No thread reads on for it."""
+    is_read = Event()
+
+    def blocks() -> Iterator[Samples]:
+        try:
+            while True:
+                yield np.zeros(1, np.float32)
+        finally:
+            is_read.set()
+
+    arrivals = arriving(blocks())
+    next(arrivals)
+    arrivals.close()
+    assert is_read.wait(10)
+
+
 def test_all_blocks_arrive() -> None:
     """In order, and no less where many wait."""
     parts = list(arriving(np.full(2, number, np.float32) for number in range(2000)))

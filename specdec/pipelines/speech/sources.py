@@ -1,22 +1,50 @@
-"""Sound as it comes, in blocks of samples at a model's rate: from a stream, and read ahead in a thread."""
+"""Sound as it comes, in blocks of samples at a model's rate: of a stream or a microphone, read ahead in a thread."""
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Iterator
 from queue import Queue
-from threading import Thread
+from threading import Event, Thread
 from typing import Any, BinaryIO
 
 import numpy as np
 
-from specdec.errors import OptionError
+from specdec.errors import OptionError, SpecdecError
 from specdec.pipelines.speech.audio import Resampler, Samples
 
 _PER_SECOND = 10  # blocks
 _AHEAD = 600  # blocks that may wait
 _END: Any = object()
 _WAY = "convert it, as with ffmpeg -i FILE -f s16le -ac 1 -ar 16000 -"
+
+
+def microphone_library() -> Any:
+    """The package sounddevice; raises SpecdecError where it, or the library that it needs, is not installed."""
+    try:
+        import sounddevice
+    except ImportError:
+        raise SpecdecError("--microphone needs sounddevice: pip install -e '.[microphone]'") from None
+    except OSError:
+        message = "sounddevice finds no PortAudio: install it, as with apt install libportaudio2"
+        raise SpecdecError(message) from None
+    return sounddevice
+
+
+def recorded(library: Any, rate: int) -> Iterator[Samples]:
+    """The sound of the microphone, without end; raises SpecdecError where there is none, or where sound was lost."""
+    try:
+        with library.InputStream(channels=1, dtype="float32") as device:
+            resample = Resampler(device.samplerate, rate)
+            while True:
+                block, is_torn = device.read(round(device.samplerate / _PER_SECOND))
+                if is_torn:
+                    raise SpecdecError(
+                        "sound comes faster than it is transcribed, and some was lost: take a smaller model"
+                    )
+                yield resample(block[:, 0].copy())
+    except library.PortAudioError as error:
+        raise SpecdecError(f"no microphone can be heard ({error}): connect one, or pipe sound to --stdin") from None
 
 
 def pcm_samples(content: bytes, channels: int = 1) -> Samples:
@@ -74,23 +102,30 @@ def arriving(blocks: Iterable[Samples]) -> Iterator[Samples]:
 
     An error of theirs is raised behind them. At most a minute of sound waits, then its source does.
     """
-    queue = Queue[Any](_AHEAD)
+    queue, is_left = Queue[Any](_AHEAD), Event()
 
     def read() -> None:
         try:
             for block in blocks:
                 queue.put(block)
+                if is_left.is_set():
+                    return
             queue.put(_END)
         except Exception as error:
             queue.put(error)
 
     Thread(target=read, name="specdec-sound", daemon=True).start()
-    while True:
-        items = [queue.get(), *(queue.get() for _ in range(queue.qsize()))]
-        last = None if isinstance(items[-1], np.ndarray) else items.pop()
-        if items:
-            yield np.concatenate(items)
-        if last is _END:
-            return
-        if last is not None:
-            raise last
+    try:
+        while True:
+            items = [queue.get(), *(queue.get() for _ in range(queue.qsize()))]
+            last = None if isinstance(items[-1], np.ndarray) else items.pop()
+            if items:
+                yield np.concatenate(items)
+            if last is _END:
+                return
+            if last is not None:
+                raise last
+    finally:
+        is_left.set()
+        while not queue.empty():  # for a thread that waits for room
+            queue.get()
