@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import typer
 from typer import Argument, Option
 
-from specdec.cli import flags
+from specdec.cli import flags, live
 from specdec.cli.request import (
     FLAGS,
     STDIN,
@@ -48,6 +48,11 @@ def transcribe(
     files: list[str] | None = Argument(
         None, metavar="FILE", help="Recordings (wav, flac, mp3, ogg) or folders of them; - reads stdin."
     ),
+    stdin: bool = Option(
+        False, "--stdin", help="Transcribe sound while it comes: WAV or raw samples, 16-bit little-endian mono."
+    ),
+    microphone: bool = Option(False, "--microphone", help="Transcribe a microphone's sound while it comes."),
+    rate: int | None = Option(None, min=1000, max=384_000, help=f"Raw samples per second, by default {live.RATE}."),
     demo: bool = Option(False, "--demo", help="Transcribe the bundled recordings."),
     model: str | None = Option(
         None, help=f"Whisper model: hub id or folder. {ZOO}, the model of --demo, knows 299 words."
@@ -77,7 +82,8 @@ def transcribe(
     Recordings that cannot be read are reported on stderr; the others are transcribed, and the exit code is 1.
     """
     began = clock()
-    recordings = find_recordings(files or [], demo=demo)
+    source = live.source_of(ctx.params)
+    recordings = [source] if source else find_recordings(files or [], demo=demo)
     name = ctx.params["model"] = choose_model(model, demo=demo)
     check_output(recordings, format, output_dir)
     if format not in ("srt", "vtt"):
@@ -97,6 +103,14 @@ def transcribe(
 
         transcriber = Transcriber.from_pretrained(request.target, request.draft, **request.loading)
     loaded = clock()
+    if source is not None:
+        out, fault = live.transcribe_live(transcriber, request.options, ctx.params)
+        if format != "text" or output_dir is not None:
+            show(source, rendered(source, out, ctx.params), ctx.params, headed=False)
+        tell([out], ctx.params)
+        if fault is not None:
+            raise fault
+        return OK
     are_read: list[bool] = []
     try:
         with libraries_silenced():
@@ -135,10 +149,15 @@ def transcribe_all(
         heard = [(name, out) for name, out in zip(batch, found, strict=True) if out is not None]
         if heard and len(recordings) > 1 and (params["stats"] or not is_quiet()):
             say(", ".join(name for name, _ in heard), "dim")
-        if heard and params["stats"]:
-            show_stats(heard[0][1].stats)
         if heard:
-            remark(pace([out for _, out in heard]))
+            tell([out for _, out in heard], params)
+
+
+def tell(heard: Sequence[Transcription], params: Mapping[str, Any]) -> None:
+    """Shows the statistics, if asked for, and the pace of what was transcribed together."""
+    if params["stats"]:
+        show_stats(heard[0].stats)
+    remark(pace(heard))
 
 
 def unfinished(recordings: Sequence[str], format: Format, folder: Path | None) -> list[str]:

@@ -231,6 +231,13 @@ class Drafts:
         return HybridDraft(self._remembering(DRAFTS[pair[0]].of(self._target, None)), model)
 
 
+def copying_beside(draft: Draft | None) -> Draft:
+    """The draft, with one beside it that copies from predictions unless it does so itself."""
+    if draft is None:
+        return SuffixDraft()
+    return draft if draft.reads_predictions else HybridDraft(SuffixDraft(), draft)
+
+
 def named_drafts(arguments: Mapping[str, Any], config: Any) -> dict[str, Any]:
     """The arguments of `ALIASES` in a call or else its generation config.
 

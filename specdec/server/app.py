@@ -14,13 +14,13 @@ from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 from specdec import __version__
 from specdec.server.errors import invalid, reported
 from specdec.server.guards import Entrance, GuardedRoute
-from specdec.server.routes import audio, status, text
+from specdec.server.routes import audio, realtime, status, text
 from specdec.server.settings import ServeSettings
 from specdec.server.speech import SpeechModel
 from specdec.server.state import ERROR, State
 from specdec.server.text import TextModel
 
-ROUTERS = (text.router, audio.router, status.router, status.public)
+ROUTERS = (text.router, audio.router, realtime.router, status.router, status.public)
 
 
 def create_app(settings: ServeSettings, models: Sequence[TextModel | SpeechModel]) -> FastAPI:

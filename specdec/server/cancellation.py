@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, closing
 from typing import Any, TypeVar
@@ -28,8 +28,8 @@ class Cancel(threading.Event):
             raise CancelledError("the request was cancelled")
 
 
-async def step(pool: ThreadPoolExecutor, items: Generator[T], cancel: Cancel) -> T:
-    """The next item of a generator, or `END`, computed in a thread; a caller that is cancelled waits for it as well."""
+async def step(pool: ThreadPoolExecutor, items: Iterator[T], cancel: Cancel) -> T:
+    """The next item, or `END`, computed in a thread; a caller that is cancelled waits for it as well."""
     done = asyncio.get_running_loop().run_in_executor(pool, next, items, END)
     try:
         await asyncio.wait({done})

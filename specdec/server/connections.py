@@ -49,6 +49,17 @@ class HttpProtocol(H11Protocol):
         if not self.is_idle and not self.cycle.more_body and self.conn.trailing_data[0]:
             self.cycle.keep_alive = False  # what is pipelined hides that the client leaves
 
+    def handle_websocket_upgrade(self, event: h11.Request) -> None:
+        """Leaves the connection to a WebSocket, which has no head to wait for, and pings its client."""
+        if self._head is not None:
+            self._head.cancel()
+        super().handle_websocket_upgrade(event)
+
+    def _should_upgrade_to_ws(self) -> bool:
+        """Above the limit of connections, the request is refused as any other."""
+        most = self.limit_concurrency
+        return super()._should_upgrade_to_ws() and (most is None or len(self.connections) < most)
+
     def on_response_complete(self) -> None:
         """Waits for the next request."""
         self._await_head()

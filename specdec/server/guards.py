@@ -96,7 +96,7 @@ class RecordingRoute(GuardedRoute):
         return state.settings.limits.audio_bytes + _FORM_BYTES
 
 
-def authorise(request: Request, state: State) -> None:
+def authorise(request: HTTPConnection, state: State) -> None:
     """Raises a 401 without a valid key; puts the key's name into the scope."""
     if state.keys is None:
         return
@@ -165,25 +165,25 @@ class Entrance:
         self._app, self._state = app, state
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
+        if scope["type"] == "lifespan":
             return await self._app(scope, receive, send)
         headers, began = Headers(scope=scope), time.monotonic()
         client_id = headers.get("x-request-id", "")
         request_id = client_id if _ID.fullmatch(client_id) else secrets.token_hex(8)
         status, num_bytes, complete = 500, 0, False
         ends = scope[_ENDS] = ExitStack()
-        inner = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope  # uvicorn leaves its body out
+        inner = {**scope, "method": "GET"} if scope.get("method") == "HEAD" else scope  # uvicorn leaves its body out
 
         async def tagged(message: Message) -> None:
             nonlocal status, num_bytes, complete
-            if message["type"] == "http.response.start":
-                status = message["status"]
+            if message["type"].endswith(("http.response.start", "websocket.accept")):
+                status = message.get("status", 101)
                 added = MutableHeaders(scope=message)
                 added["X-Request-ID"] = request_id
                 added["X-Content-Type-Options"] = "nosniff"
             else:
                 complete = not message.get("more_body", False)
-            num_bytes += len(message.get("body", b""))
+            num_bytes += len(message.get("body") or message.get("text") or b"")
             await send(message)
 
         try:
@@ -201,7 +201,7 @@ class Entrance:
             if inner.get(ERROR) == LEFT:
                 self._state.metrics.aborted.labels(path).inc()
             client, key = sender_of(HTTPConnection(scope)), inner.get("specdec.key")
-            facts = {"request_id": request_id, "method": scope["method"], "path": path, "status": status}
+            facts = {"request_id": request_id, "method": scope.get("method", "GET"), "path": path, "status": status}
             self._state.note(**facts, seconds=seconds, bytes=num_bytes, client=client, key=key, error=inner.get(ERROR))
 
     def _refusal(self, scope: Scope, headers: Headers) -> ApiError | None:

@@ -74,7 +74,9 @@ def server_of(app: FastAPI, settings: ServeSettings) -> uvicorn.Server:
         host=settings.host,
         port=settings.port,
         http=partial(HttpProtocol, state=state),  # type: ignore[arg-type]
-        ws="none",
+        ws="websockets-sansio",
+        ws_max_size=limits.body_bytes,
+        ws_per_message_deflate=False,
         h11_max_incomplete_event_size=limits.header_bytes,
         limit_concurrency=limits.connections,
         backlog=_ACCEPTED,
@@ -125,8 +127,7 @@ class _Server(uvicorn.Server):
         """Closes connections whose client has left while reading is paused, which the event loop does not notice."""
         unread: dict[int, HttpProtocol] = {}
         for connection in self.server_state.connections:
-            assert isinstance(connection, HttpProtocol)
-            if connection.flow.read_paused:
+            if isinstance(connection, HttpProtocol) and connection.flow.read_paused:
                 unread[connection.transport.get_extra_info("socket").fileno()] = connection
         if unread and hasattr(select, "POLLRDHUP"):  # Linux
             polled = select.poll()
@@ -167,8 +168,8 @@ class _Server(uvicorn.Server):
     def _stop(self) -> None:
         self._state.stop()
         for connection in list(self.server_state.connections):
-            assert isinstance(connection, HttpProtocol)
-            connection.stop()
+            if isinstance(connection, HttpProtocol):  # uvicorn closes WebSockets
+                connection.stop()
 
     async def _warm_up(self) -> bool:
         """Decodes a token with every model; False if a signal ended the wait."""

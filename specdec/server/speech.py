@@ -11,6 +11,7 @@ import torch
 from specdec.errors import OptionError
 from specdec.pipelines import Transcriber, Transcription
 from specdec.pipelines.speech.audio import sound_file
+from specdec.pipelines.speech.live import Live
 from specdec.server.cancellation import Cancel
 from specdec.server.errors import ApiError
 
@@ -23,7 +24,7 @@ class SpeechModel:
 
     def __init__(self, name: str, transcriber: Transcriber, seconds: float) -> None:
         self.name, self.transcriber, self.generator = name, transcriber, transcriber.generator
-        self._seconds = seconds
+        self.seconds = seconds
 
     def transcribe(
         self, content: bytes, prompt: str | None, options: dict[str, Any], cancel: Cancel
@@ -33,6 +34,16 @@ class SpeechModel:
         Raises a 400 for an unreadable or long recording, and for special tokens in the prompt.
         """
         self._check_length(content)
+        options = self._options(prompt, options, cancel)
+        transcription = yield from self.transcriber.stream(content, progress=lambda *_: cancel.check(), **options)
+        yield transcription
+
+    def live(self, prompt: str | None, options: dict[str, Any], cancel: Cancel) -> Live[Transcription]:
+        """A recording that is still made; arguments and errors are those of `transcribe`."""
+        return self.transcriber.live(**self._options(prompt, options, cancel))
+
+    def _options(self, prompt: str | None, options: dict[str, Any], cancel: Cancel) -> dict[str, Any]:
+        """The options of a call, which `cancel` ends."""
         if prompt:
             try:
                 ids = [int(token) for token in self.generator.tokenizer.get_prompt_ids(prompt)]
@@ -44,13 +55,8 @@ class SpeechModel:
             cancel.check()
             return False
 
-        transcription = yield from self.transcriber.stream(
-            content,
-            stopping_criteria=[cancelled],
-            progress=lambda *_: cancel.check(),
-            **{name: value for name, value in options.items() if value is not None},
-        )
-        yield transcription
+        passed = {name: value for name, value in options.items() if value is not None}
+        return {"stopping_criteria": [cancelled], **passed}
 
     def warm_up(self) -> None:
         """Decodes a token of silence."""
@@ -65,8 +71,8 @@ class SpeechModel:
                 seconds = file.frames / file.samplerate if file.samplerate else 0.0
         except OptionError as error:
             raise ApiError(400, str(error), param="file", code="invalid_audio") from None
-        if not 0 < seconds <= self._seconds:
-            message = f"`file` lasts {seconds:.0f} s, and this server hears up to {self._seconds:.0f} s: cut it"
+        if not 0 < seconds <= self.seconds:
+            message = f"`file` lasts {seconds:.0f} s, and this server hears up to {self.seconds:.0f} s: cut it"
             if not seconds:
                 message = "`file` has no sound in it"
             raise ApiError(400, message, param="file", code="invalid_audio")

@@ -104,7 +104,7 @@ def state_of(request: Request) -> State:
     return state
 
 
-def client_of(request: Request) -> str:
+def client_of(request: HTTPConnection) -> str:
     """The client: the name of its key, or its address without keys. Clients share no prefix cache."""
     key_name: str | None = request.scope.get("specdec.key")
     return sender_of(request) if key_name is None else key_name

@@ -16,6 +16,7 @@ from specdec.core.tree import Step
 from specdec.decoding.processors.grammar import Grammar
 from specdec.decoding.stopping import StopTexts
 from specdec.errors import OptionError
+from specdec.generator.drafts_by_name import copying_beside
 from specdec.generator.generator import SpecGenerator
 from specdec.generator.inputs.pictures import PIXELS, has_template
 from specdec.generator.inputs.prompts import read_messages
@@ -23,7 +24,6 @@ from specdec.generator.job import Delta, Job
 from specdec.generator.tokenizers import Detokenizer, Spelling, decode
 from specdec.options.generate import Form, to_list
 from specdec.options.resolve import refusing
-from specdec.proposers import HybridDraft, SuffixDraft
 from specdec.server.errors import ApiError
 from specdec.server.infill import Infill
 from specdec.server.messages import Message
@@ -255,12 +255,10 @@ class TextModel:
         return processors
 
     @cached_property
-    def _predictor(self) -> Draft | str | None:
+    def _predictor(self) -> Draft | None:
         """The draft for predictions; None where the model's own reads them."""
-        draft = self.generator.draft
-        if draft is None:
-            return "suffix"
-        return None if draft.reads_predictions else HybridDraft(SuffixDraft(), draft)
+        draft = copying_beside(self.generator.draft)
+        return None if draft is self.generator.draft else draft
 
     def calls(self, request: Generate) -> list[CallForm]:
         """How the answer writes calls; none without tools. Raises a 400 where this is not known of the model."""

@@ -138,20 +138,37 @@ def _blocks(file: Any, name: str) -> Iterator[Samples]:
         yield _checked(block.mean(1, dtype=np.float32), name)
 
 
-def _resampled(blocks: Any, source_rate: float, rate: int) -> Samples:
-    """The blocks of samples at `source_rate`, joined, at `rate`."""
-    if source_rate == rate:
-        parts = list(blocks)
-    else:
+class Resampler:
+    """Brings blocks of sound from `source_rate` to `rate`; SpecdecError where that needs soxr, which is missing."""
+
+    def __init__(self, source_rate: float, rate: int) -> None:
+        self._stream: Any = None
+        if source_rate == rate:
+            return
         try:
             import soxr
         except ImportError:
             problem = f"sound at {source_rate:g} Hz must be brought to {rate} Hz, with soxr"
             raise SpecdecError(f"{problem}: {_INSTALL}") from None
-        stream = soxr.ResampleStream(source_rate, rate, 1, dtype="float32")
-        parts = [stream.resample_chunk(np.ascontiguousarray(block)) for block in blocks]
-        parts.append(stream.resample_chunk(np.empty(0, np.float32), last=True))
-    return np.concatenate(parts) if parts else np.empty(0, np.float32)
+        self._stream = soxr.ResampleStream(source_rate, rate, 1, dtype="float32")
+
+    def __call__(self, block: Samples) -> Samples:
+        """The samples that are complete with the next block."""
+        if self._stream is None:
+            return block
+        samples: Samples = self._stream.resample_chunk(np.ascontiguousarray(block))
+        return samples
+
+    def rest(self) -> Samples:
+        """The samples after the last block."""
+        nothing = np.empty(0, np.float32)
+        return nothing if self._stream is None else self._stream.resample_chunk(nothing, last=True)
+
+
+def _resampled(blocks: Any, source_rate: float, rate: int) -> Samples:
+    """The blocks of samples at `source_rate`, joined, at `rate`."""
+    resample = Resampler(source_rate, rate)
+    return np.concatenate([*map(resample, blocks), resample.rest()])
 
 
 def log_mel(samples: Samples, extractor: Any) -> Tensor:
@@ -164,6 +181,17 @@ def log_mel(samples: Samples, extractor: Any) -> Tensor:
     if extractor.dither:
         how = {"sampling_rate": extractor.sampling_rate, "truncation": False, "padding": "longest"}
         return torch.as_tensor(extractor(samples, return_tensors="pt", **how).input_features[0])
+    power = log_power(samples, extractor)
+    return leveled(power, float(power.max()))
+
+
+def leveled(power: Tensor, loudest: float) -> Tensor:
+    """The features of log powers, which it overwrites, in a recording with this highest one."""
+    return power.clamp_(min=loudest - 8.0).add_(4.0).div_(4.0)
+
+
+def log_power(samples: Samples, extractor: Any) -> Tensor:
+    """The decimal logarithm of the power in each mel band, `[mels, samples // hop]`."""
     hop, size = extractor.hop_length, extractor.n_fft
     window = torch.hann_window(size)
     filters = torch.from_numpy(extractor.mel_filters).float().T.contiguous()
@@ -179,5 +207,4 @@ def log_mel(samples: Samples, extractor: Any) -> Tensor:
             torch.from_numpy(np.ascontiguousarray(piece)), size, hop, window=window, center=False, return_complex=True
         )
         features[:, begin:end] = (filters @ (stft.abs() ** 2)).clamp_(min=1e-10).log10_()
-    torch.maximum(features, features.max() - 8.0, out=features)
-    return features.add_(4.0).div_(4.0)
+    return features

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 from os import PathLike
 from time import perf_counter as clock
@@ -15,12 +16,15 @@ from transformers import AutoConfig, AutoProcessor
 
 from specdec.core.stats import Stats, total
 from specdec.errors import OptionError, SpecdecError, UnsupportedError
+from specdec.generator.drafts_by_name import NAMES as DRAFT_NAMES
+from specdec.generator.drafts_by_name import copying_beside
 from specdec.generator.generator import SpecGenerator
 from specdec.models.hf.load_errors import check_folder, explained
 from specdec.options import bundled_models
-from specdec.options.fields import check_whole
+from specdec.options.fields import check_whole, is_number
 from specdec.options.load import check_loaded
 from specdec.pipelines.checks import refuse_outputs
+from specdec.pipelines.speech.live import Live
 from specdec.pipelines.speech.recordings import Chunking, Recording, read_chunking
 from specdec.pipelines.speech.settings import NAMES, SpeechSettings, speech_settings
 from specdec.pipelines.speech.whisper import Whisper
@@ -172,6 +176,40 @@ class Transcriber:
         if rest := transcription["text"][len(yielded) :]:
             yield rest
         return transcription
+
+    def live(self, *, step: float = 0.5, **options: Any) -> Live[Transcription]:
+        """A recording that is still made, at the model's rate: it takes sound as it comes, and its text follows.
+
+        `step`: seconds of new sound after which its window is decoded again. Takes the options of a call for one
+        recording, without chunks; its result is that of the whole recording.
+        """
+        request = self._request(options)
+        if request.chunking is not None:
+            raise OptionError("`chunk_length_s` cuts whole recordings, and live sound comes in windows: leave it out")
+        if not is_number(step) or step <= 0:
+            raise OptionError.of("step", "seconds above 0", step)
+        copies = {} if any(name in request.options for name in DRAFT_NAMES) else self._copying
+        options = {**request.options, **copies}
+        listener = Listener(self.generator, self._whisper, request.settings, options, lambda seconds: None)
+
+        def finish(recording: Recording, seconds: float) -> Transcription:
+            result = self._finished(recording, request)
+            result.seconds, result.stats = seconds, total(listener.stats)
+            return result
+
+        return Live(
+            listener,
+            self._extractor,
+            step=step,
+            read=lambda recording: self._text(recording, request)["text"],
+            finish=finish,
+        )
+
+    @cached_property
+    def _copying(self) -> dict[str, Any]:
+        """The option of a call that copies from predictions; none where the generator's draft does."""
+        draft = copying_beside(self.generator.draft)
+        return {} if draft is self.generator.draft else {"assistant_model": draft}
 
     def _check_parts(self) -> None:
         """Raises OptionError where extractor, target and draft read different features."""

@@ -90,12 +90,12 @@ def options_at(temperature: float, options: Mapping[str, Any], settings: SpeechS
 class Track:
     """Sound that is decoded on its own, and its text so far.
 
-    `features` `[mels, frames]`, of which `sound_frames` are sound and the rest padding to a window. `timestamps`:
-    whether they are decoded with the text. `pace`: seconds of new sound per frame, fewer where tracks overlap. `seek`:
-    the frame at which the next window begins. `opening`: the prompt's tokens of language and task. `trusted`: the last
-    text may be context for the next window. `finish_reasons`: of its windows with speech. `ahead`: tokens after the
-    last window's last timestamp, whose sound the next window has again. `before`: the track that has the same sound as
-    this one, from its fraction `shared_from` on.
+    `features` `[mels, frames]`: those from frame `first` on; after `sound_frames` comes padding to a window.
+    `timestamps`: whether they are decoded with the text. `pace`: seconds of new sound per frame, fewer where tracks
+    overlap. `seek`: the frame at which the next window begins. `opening`: the prompt's tokens of language and task.
+    `trusted`: the last text may be context for the next window. `finish_reasons`: of its windows with speech. `ahead`:
+    tokens after the last window's last timestamp, whose sound the next window has again. `before`: the track that has
+    the same sound as this one, from its fraction `shared_from` on. `latest`: the last window's tokens.
     """
 
     number: int
@@ -111,9 +111,11 @@ class Track:
     ahead: list[int] = field(default_factory=list)
     before: Track | None = None
     shared_from: float = 0.0
+    first: int = 0
+    latest: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.frames = int(self.features.shape[1])
+        self.frames = self.first + int(self.features.shape[1])
 
     @property
     def done(self) -> bool:
@@ -135,7 +137,7 @@ class Track:
 
     def window(self, frames: int) -> Tensor:
         """The next window `[mels, frames]`, padded at the end of the sound."""
-        piece = self.features[:, self.seek : self.seek + frames]
+        piece = self.features[:, self.seek - self.first :][:, :frames]
         return functional.pad(piece, (0, frames - piece.shape[1]))
 
 
@@ -163,12 +165,13 @@ class Listener:
         options: Mapping[str, Any],
         progress: Callable[[float], None],
     ) -> None:
-        self._generator, self._whisper, self._settings = generator, whisper, settings
+        self._generator, self.whisper, self.settings = generator, whisper, settings
         self._options, self._progress = dict(options), progress
         self._seed: int = self._options.pop("seed")
         self._positions = int(whisper.model.config.max_target_positions)
-        draft = None if any(name in self._options for name in DRAFT_NAMES) else generator.draft
-        self._predicts = draft is not None and draft.reads_predictions
+        named = [name for name in DRAFT_NAMES if name in self._options]
+        draft = self._options.get("assistant_model") if named else generator.draft
+        self._predicts = bool(getattr(draft, "reads_predictions", False))
         self.stats: list[Stats] = []
 
     def listen(self, tracks: Iterable[Track], batch_size: int) -> Iterator[None]:
@@ -187,8 +190,8 @@ class Listener:
     def _round(self, tracks: Sequence[Track]) -> None:
         """Decodes one window of each track."""
         before = [min(track.seek, track.sound_frames) for track in tracks]
-        features = torch.stack([track.window(self._whisper.frames) for track in tracks])
-        encoding = self._whisper.model.encode({"input_features": features})
+        features = torch.stack([track.window(self.whisper.frames) for track in tracks])
+        encoding = self.whisper.model.encode({"input_features": features})
         for row, track in enumerate(tracks):
             self._open(track, encoding.select([row]))
         prompts = [self._prompt(track) for track in tracks]
@@ -202,14 +205,14 @@ class Listener:
 
     def _open(self, track: Track, encoding: Encoding) -> None:
         """Sets language and task of a track by its first window, or of each window if the settings say so."""
-        s = self._settings
+        s = self.settings
         if s.language_per_window or not track.opening:
             how: dict[str, Any] = {"language": s.language, "task": s.task, "timestamps": track.timestamps}
-            track.opening = self._whisper.prompt(encoding, **how)
+            track.opening = self.whisper.prompt(encoding, **how)
 
     def _prompt(self, track: Track) -> list[int]:
         """The decoder's prompt: `prompt_ids` and earlier text, as far as the settings want them, and the opening."""
-        s, whisper = self._settings, self._whisper
+        s, whisper = self.settings, self.whisper
         wanted = list(s.prompt_ids or ())
         first = s.prompt_condition_type == "first-segment"
         before, suppressed = whisper.setting("prev_sot_token_id"), whisper.setting("suppress_tokens") or []
@@ -228,7 +231,7 @@ class Listener:
 
     def _decoded(self, batch: _Batch) -> list[_Decoded]:
         """The decoded text of each row, at the first temperature whose text is accepted, else at the last."""
-        s = self._settings
+        s = self.settings
         texts: dict[int, _Decoded] = {}
         pending = list(range(len(batch.tracks)))
         for temperature in s.temperatures:
@@ -239,7 +242,7 @@ class Listener:
             for i, (row, tokens) in enumerate(zip(pending, out.new_tokens(), strict=True)):
                 log_prob = None if s.logprob_threshold is None else _mean_log_prob(out, i, tokens, temperature)
                 texts[row] = _Decoded(tokens, reasons[i], temperature, self._is_silent(part, i, tokens, log_prob))
-                if not texts[row].skip and s.distrusts(tokens, log_prob, self._whisper.model.vocab_size):
+                if not texts[row].skip and s.distrusts(tokens, log_prob, self.whisper.model.vocab_size):
                     again.append(row)
             pending = again
             if not pending:
@@ -248,24 +251,24 @@ class Listener:
 
     def _is_silent(self, batch: _Batch, row: int, tokens: Sequence[int], log_prob: float | None) -> bool:
         """Whether silence is likelier than a row's text, which costs a pass where the text may be made of it."""
-        whisper, prompt = self._whisper, batch.prompts[row]
+        whisper, prompt = self.whisper, batch.prompts[row]
         words = sum(token < whisper.end for token in tokens)
-        if whisper.setting("no_timestamps_token_id") is None or not self._settings.may_skip(words, log_prob):
+        if whisper.setting("no_timestamps_token_id") is None or not self.settings.may_skip(words, log_prob):
             return False
         evidence = whisper.evidence(batch.encoding.select([row]), prompt, len(batch.tracks[row].opening), tokens)
-        return self._settings.skips(evidence, words, log_prob)
+        return self.settings.skips(evidence, words, log_prob)
 
     def _generate(self, batch: _Batch, temperature: float) -> Generation:
-        options = options_at(temperature, self._options, self._settings)
+        options = options_at(temperature, self._options, self.settings)
         if temperature > 0:
             options["seed"] = [fold(fold(self._seed, track.number), track.seek) for track in batch.tracks]
-        if self._settings.logprob_threshold is not None:
+        if self.settings.logprob_threshold is not None:
             options["output_scores"] = True
         if self._predicts and any(expected := [track.expected or None for track in batch.tracks]):
             options["prediction"] = expected
         extra = list(options.pop("logits_processor", ()))
         if batch.tracks[0].timestamps:
-            extra.insert(0, self._whisper.timestamp_rules(len(batch.prompts[0])))
+            extra.insert(0, self.whisper.timestamp_rules(len(batch.prompts[0])))
         out = self._generator.generate(
             input_features=batch.features,
             encoder_outputs=batch.encoding,
@@ -289,21 +292,22 @@ class Listener:
 
     def _advance(self, batch: _Batch, row: int, decoded: _Decoded) -> None:
         """Adds a decoded window to its track, and moves on to the end of its segments."""
-        track, whisper = batch.tracks[row], self._whisper
+        track, whisper = batch.tracks[row], self.whisper
         frames = min(track.frames - track.seek, whisper.frames)
-        track.trusted = decoded.temperature < _WARM
+        track.trusted, track.latest = decoded.temperature < _WARM, []
         if decoded.skip:
             track.seek += frames
             return
         track.finish_reasons.append(decoded.finish)
         offset = track.seek * TOKEN_SECONDS / whisper.stride
         tokens, times = decoded.tokens, None
-        if self._settings.return_timestamps == "word":
+        if self.settings.return_timestamps == "word":
             sound = max(min(track.sound_frames - track.seek, whisper.frames), 1)
             times = whisper.times(batch.encoding.select([row]), batch.prompts[row], tokens, sound)
             times = [time + offset for time in times]
         if tokens[-1:] == [whisper.end]:
             tokens = tokens[:-1]
+        track.latest = tokens
         segments, covered = window_segments(
             tokens, begin=whisper.timestamp_begin, offset=offset, frames=frames, stride=whisper.stride, times=times
         )
