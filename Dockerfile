@@ -9,7 +9,7 @@ COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY specdec specdec
 RUN pip install --no-cache-dir -c constraints.txt --extra-index-url https://download.pytorch.org/whl/cpu '.[serve,gguf]'
 
-# Kernels, compiled code and models from the hub: keep this folder over restarts.
+# Kernels and models from the hub: keep this folder over restarts.
 RUN useradd --create-home specdec && mkdir /cache && chown specdec /cache
 ENV XDG_CACHE_HOME=/cache HF_HOME=/cache/huggingface
 VOLUME /cache

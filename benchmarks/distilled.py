@@ -32,7 +32,6 @@ def build(args: argparse.Namespace) -> tuple[dict[str, Callable[[list[int]], Gen
 
     def system(draft: Any, **options: Any) -> Callable[[list[int]], Generation]:
         generator = SpecGenerator(loaded.target.model, draft, backend=args.backend, prefix_cache=False)
-        generator.wait_until_compiled()
         run = {"max_new_tokens": args.tokens, "do_sample": False, **options}
         return lambda ids: generator.generate([ids], **run)
 

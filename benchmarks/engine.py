@@ -2,7 +2,7 @@
 
     python benchmarks/engine.py                # all of them
     python benchmarks/engine.py --only long --dtype bfloat16
-    python benchmarks/engine.py --only useless --backend compiled
+    python benchmarks/engine.py --only useless --backend eager
 
 overhead: wall time per round outside any model forward, chains of 5, greedy.
 useless:  tokens per second with an always-wrong draft model and the cost schedule, over plain decoding.
@@ -225,8 +225,6 @@ def main() -> None:
     if args.only in (None, "useless"):
         folders = str(pair().target), str(pair().draft)
         ours = [SpecGenerator.from_pretrained(folder, dtype=args.dtype, backend=args.backend) for folder in folders]
-        for generator in ours:
-            generator.wait_until_compiled()
         useless(*(generator.target for generator in ours), prompts, args.repeats, watch)
     if args.only in (None, "long"):
         long(target, draft, prompts[0], args.repeats)

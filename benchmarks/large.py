@@ -4,7 +4,7 @@
 
 The shapes are those of SmolLM2-1.7B and SmolLM2-135M, the weights random: passes cost what those of the real models
 cost. The synthetic draft knows the text, is right at each position with a given chance, and pays for every guess with a
-compiled pass of the small model (in 8 bits beside a target in 8 bits), also where it guesses for transformers. What a
+pass of the small model (in 8 bits beside a target in 8 bits), also where it guesses for transformers. What a
 real pair gains depends on how often its draft is right, which `specdec bench` measures.
 """
 
@@ -38,12 +38,10 @@ Run = Callable[[int], Any]
 """From the number of a prompt to its text."""
 
 
-def compiled(folder: Path, quantization: str | None) -> SpecGenerator:
-    """The model of a folder in compiled passes."""
-    how = {"dtype": "bfloat16", "quantization": quantization, "backend": "compiled"}
-    generator = SpecGenerator.from_pretrained(folder, prefix_cache=False, **how)
-    generator.wait_until_compiled()
-    return generator
+def packed(folder: Path, quantization: str | None) -> SpecGenerator:
+    """The model of a folder with packed weights."""
+    how = {"dtype": "bfloat16", "quantization": quantization, "backend": "packed"}
+    return SpecGenerator.from_pretrained(folder, prefix_cache=False, **how)
 
 
 def oracles(text: list[int], prompt: int) -> dict[float, Oracle]:
@@ -103,7 +101,7 @@ def main() -> None:
         random_target(torch.bfloat16, vocab_size=VOCAB, **TARGET).save_pretrained(folder)
         random_target(torch.bfloat16, vocab_size=VOCAB, **DRAFT, num_key_value_heads=3).save_pretrained(small)
         for name, kind in WEIGHTS.items():
-            plain, draft = compiled(folder, kind), compiled(small, kind).target
+            plain, draft = packed(folder, kind), packed(small, kind).target
             texts = [plain.generate([ids], **how).sequences[0].tolist()[len(ids) :] for ids in PROMPT]
             known = [oracles(text, case) for case, text in enumerate(texts)]
             if not systems:

@@ -5,11 +5,9 @@ python benchmarks/passes.py --attention
 python benchmarks/passes.py --prompts HuggingFaceTB/SmolLM2-135M-Instruct
 
 All linear layers of a model, one after the other, on synthetic weights; each way runs in turn, with copies of the
-weights in turn, so that every pass reads them from memory. "Compiled" is how the passes of `backend="compiled"` run
-them: called from compiled code, and those that read the same input as one (compiling takes some seconds for every way
-and number of rows). All others are called from Python, one by one. Each row of the table is one way, each column a
-number of rows of a pass: milliseconds, GB/s, and the share of what reading a large buffer with as many threads reached
-in turn.
+weights in turn, so that every pass reads them from memory. They are called from Python, one by one. Each row of the
+table is one way, each column a number of rows of a pass: milliseconds, GB/s, and the share of what reading a large
+buffer with as many threads reached in turn.
 
 Attention of one layer over a cache, copies of which take turns too: of `rows` texts, each with tokens that see all
 columns before them; ours beside torch's with repeated keys and a mask.
@@ -28,7 +26,6 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
 from statistics import median
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -40,7 +37,7 @@ from transformers import AutoModelForCausalLM
 from specdec import SpecGenerator
 from specdec.bench.machine import provenance
 from specdec.core.work import Work
-from specdec.kernels import attend, lack, pack, pack_blocks, passes, round_weight
+from specdec.kernels import attend, lack, pack, pack_blocks, round_weight
 from specdec.models.protocols import Session
 
 BUFFER_BYTES = 512 << 20
@@ -63,13 +60,6 @@ class Shapes:
         attention = [self.hidden, self.keys, self.keys, self.hidden]
         layer = [(outputs, self.hidden) for outputs in (*attention, self.intermediate, self.intermediate)]
         layer += [(self.hidden, self.intermediate)]
-        return layer * self.layers + [(self.vocabulary, self.hidden)]
-
-    @property
-    def joined(self) -> list[tuple[int, int]]:
-        """The same, with those that read the same input as one."""
-        layer = [(self.hidden + 2 * self.keys, self.hidden), (self.hidden, self.hidden)]
-        layer += [(2 * self.intermediate, self.hidden), (self.hidden, self.intermediate)]
         return layer * self.layers + [(self.vocabulary, self.hidden)]
 
 
@@ -137,49 +127,6 @@ class Linears:
         return self._rows[rows, inputs]
 
 
-class Compiled(Linears):
-    """The same from compiled code."""
-
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
-        self._code: dict[int, Iterator[Any]] = {}
-
-    def __call__(self, rows: int) -> None:
-        if rows not in self._code:
-            self._code[rows] = cycle(self._compiled(rows))
-        next(self._code[rows]).run(self._inputs(rows))
-
-    def _inputs(self, rows: int) -> list[Tensor]:
-        return [self._input(rows, inputs) for inputs in sorted({inputs for _, inputs in self.sizes})]
-
-    def _compiled(self, rows: int) -> Iterator[Any]:
-        """A pass over each copy of the weights."""
-        with TemporaryDirectory() as folder:
-            exported = torch.export.export(AtWidths(self._copies[0]), (self._inputs(rows),))
-            file = torch._inductor.aoti_compile_and_package(
-                exported,
-                package_path=f"{folder}/linears.pt2",
-                inductor_configs={"aot_inductor.package_constants_in_so": False},
-            )
-            for layers in self._copies:
-                code, held = passes(file), AtWidths(layers)
-                held_by_name = {**dict(held.named_parameters()), **dict(held.named_buffers())}
-                code.load({name: held_by_name[name] for name in code.names()})
-                yield code
-
-
-class AtWidths(torch.nn.Module):
-    """Layers, each of which reads the input of its width."""
-
-    def __init__(self, layers: torch.nn.ModuleList) -> None:
-        super().__init__()
-        self.layers = layers
-
-    def forward(self, inputs: list[Tensor]) -> list[Tensor]:
-        of_width = {one.shape[1]: one for one in inputs}
-        return [layer(of_width[layer.inputs]) for layer in self.layers]
-
-
 def _bytes(layer: torch.nn.Module) -> int:
     return sum(one.nbytes for one in (*layer.parameters(), *layer.buffers()))
 
@@ -193,8 +140,6 @@ def linears(name: str, counts: Sequence[int], repeats: int, wanted: str) -> None
             continue  # such blocks have 256 weights
         if wanted in way:
             ways[way] = Linears(shapes.linears, make, FLOATS[dtype])
-        if "ours" in way and wanted in f"{way}, compiled":
-            ways[f"{way}, compiled"] = Compiled(shapes.joined, make, FLOATS[dtype])
     buffer = torch.ones(BUFFER_BYTES // 4)
     watch = Watch()
     with torch.inference_mode():
@@ -304,7 +249,7 @@ PROMPTS: dict[str, dict[str, Any]] = {
 def prompts(name: str, counts: Sequence[int], repeats: int, wanted: str) -> None:
     """Prints a table for each kind of weights."""
     for kind, how in PROMPTS.items():
-        possible = ("packed", "compiled") if kind == "int4-weight" else ("eager", "packed", "compiled")
+        possible = ("packed",) if kind == "int4-weight" else ("eager", "packed")
         backends = [backend for backend in possible if wanted in f"{kind}, {backend}"]
         if not backends:
             continue
@@ -313,8 +258,6 @@ def prompts(name: str, counts: Sequence[int], repeats: int, wanted: str) -> None
         systems: dict[str, Callable[[int], object]] = {"transformers": partial(read_theirs, theirs, given)}
         for backend in backends:
             generator = SpecGenerator.from_pretrained(name, backend=backend, **how)
-            if backend == "compiled":
-                generator.wait_until_compiled()
             systems[backend] = partial(read, generator.target.session(), given[0].tolist())
         with torch.inference_mode():
             for system in systems.values():

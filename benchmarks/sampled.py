@@ -1,5 +1,4 @@
-"""Sampled texts in the compiled backend: tokens chosen by compiled code, and as where there is none; all texts must
-agree.
+"""Sampled texts in the packed backend: tokens chosen in C++, and as where there is no C++; all texts must agree.
 
     python benchmarks/sampled.py [--dtype bfloat16] [--count 6] [--tokens 96] [--repeats 3]
 
@@ -50,13 +49,11 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
-    ours, how = pair(), {"dtype": args.dtype, "backend": "compiled", "prefix_cache": False}
+    ours, how = pair(), {"dtype": args.dtype, "backend": "packed", "prefix_cache": False}
     generators = {
         "plain": SpecGenerator.from_pretrained(str(ours.target), **how),
         "assisted": SpecGenerator.from_pretrained(str(ours.target), str(ours.draft), **how),
     }
-    for generator in generators.values():
-        generator.wait_until_compiled()
     prompts, watch, rows = read_prompts(args.prompts, args.count), Watch(), []
     for kind, options in KINDS.items():
         texts: dict[str, list[int]] = {}

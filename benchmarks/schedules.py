@@ -33,9 +33,7 @@ DRAFTS = ["model", "model@eager", "suffix", "wrong", "early_exit:8"]
 @cache
 def loaded(folder: Path, backend: str) -> SpecGenerator:
     """A model of the pair."""
-    generator = SpecGenerator.from_pretrained(str(folder), dtype="float32", backend=backend)
-    generator.wait_until_compiled()
-    return generator
+    return SpecGenerator.from_pretrained(str(folder), dtype="float32", backend=backend)
 
 
 def drafts(name: str, model: LanguageModel) -> Any:

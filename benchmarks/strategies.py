@@ -44,9 +44,7 @@ TRANSFORMERS = {"sample-and-rank": {"num_return_sequences": 16}}  # it draws the
 
 def loaded(path: str, args: argparse.Namespace) -> LanguageModel:
     """A model of specdec's own in the backend that was asked for."""
-    generator = SpecGenerator.from_pretrained(path, dtype=args.dtype, backend=args.backend)
-    generator.wait_until_compiled()
-    return generator.target
+    return SpecGenerator.from_pretrained(path, dtype=args.dtype, backend=args.backend).target
 
 
 def build(args: argparse.Namespace, strategy: str) -> dict[str, Callable[[Tensor], Any]]:

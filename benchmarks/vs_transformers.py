@@ -46,7 +46,6 @@ def build(args: argparse.Namespace, dtype: torch.dtype) -> tuple[dict[str, Calla
 
     def ours(draft: Any, **options: Any) -> Callable[[Tensor], Any]:
         generator = SpecGenerator(target, draft, backend=args.backend, prefix_cache=False)
-        generator.wait_until_compiled()
         run = {"max_new_tokens": args.tokens, "do_sample": False, "eos_token_id": [], "pad_token_id": 0}
         return lambda ids: generator.generate(ids, **run, **options)
 

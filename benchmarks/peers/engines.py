@@ -52,7 +52,7 @@ class Task:
         return found
 
 
-def specdec(task: Task, backend: str) -> Generate:
+def specdec(task: Task) -> Generate:
     """This package as it comes; "lookup" is the suffix automaton, "both" the named draft, "model" it alone."""
     from specdec import SpecGenerator
 
@@ -70,8 +70,7 @@ def specdec(task: Task, backend: str) -> Generate:
         draft = "suffix"
     elif task.draft == "model":
         draft = f"model:{draft}"
-    generator = SpecGenerator.from_pretrained(target, draft, backend=backend, prefix_cache=False, **how)
-    generator.wait_until_compiled()
+    generator = SpecGenerator.from_pretrained(target, draft, backend="packed", prefix_cache=False, **how)
     common = {"do_sample": False, "repetition_penalty": None}
     return lambda ids, tokens: generator.generate([ids], max_new_tokens=tokens, **common).new_tokens()[0]
 
@@ -212,15 +211,13 @@ class Engine:
     drafts: tuple[str, ...]
 
 
-def _ours(backend: str) -> Engine:
-    weights = ("float32", "bfloat16", "int8", "int4", "gguf")
-    drafts = ("plain", "lookup", "model", "both")
-    return Engine("specdec-runtime", lambda task: specdec(task, backend), weights, drafts)
-
-
 ENGINES: dict[str, Engine] = {
-    "specdec": _ours("packed"),
-    "specdec compiled": _ours("compiled"),
+    "specdec": Engine(
+        "specdec-runtime",
+        specdec,
+        ("float32", "bfloat16", "int8", "int4", "gguf"),
+        ("plain", "lookup", "model", "both"),
+    ),
     "transformers": Engine(
         "transformers", transformers, ("float32", "bfloat16", "gguf"), ("plain", "lookup", "model")
     ),

@@ -8,7 +8,7 @@ The recordings are heard as one, in English, with timestamps and without a secon
 with `--beams`. Each engine is a process of its own, which sleeps while another works. Ratios are those of medians.
 "other words" is the word error rate beside the text of the first system, "word error" beside what is said; "MB" the
 most memory that was resident. An engine whose model is not named is left out. "as it comes" has no option but the
-model's name, and its passes are compiled as they are after ten seconds of use.
+model's name.
 """
 
 from __future__ import annotations
@@ -39,8 +39,6 @@ def specdec(task: dict[str, Any], draft: str | None = None, **how: str) -> Hear:
     from specdec import Transcriber
 
     transcriber = Transcriber.from_pretrained(task["target"], draft, **how)
-    transcriber.generator.compile()
-    transcriber.generator.wait_until_compiled()
     call = {"language": "en", "task": "transcribe", "do_sample": False, "num_beams": task["beams"]}
     return lambda sound: transcriber(sound, return_timestamps=True, generate_kwargs=dict(call))["text"]
 
@@ -83,7 +81,6 @@ SYSTEMS: dict[str, tuple[str, str, str, Callable[[dict[str, Any]], Hear]]] = {
     "specdec, as it comes": ("specdec", "torch", "target", specdec),
     "specdec, float32": ("specdec", "torch", "target", partial(specdec, dtype="float32")),
     "specdec, float32, suffix": ("specdec", "torch", "target", partial(specdec, draft="suffix", dtype="float32")),
-    "specdec, float32, packed": ("specdec", "torch", "target", partial(specdec, dtype="float32", backend="packed")),
     "transformers": ("transformers", "transformers", "target", transformers),
     "faster-whisper": ("faster-whisper", "faster-whisper", "ct2", partial(faster_whisper, kind="float32")),
     "faster-whisper, int8": ("faster-whisper", "faster-whisper", "ct2", partial(faster_whisper, kind="int8")),

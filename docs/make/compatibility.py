@@ -60,7 +60,7 @@ MORE: dict[str, dict[str, Any]] = {  # further options of a call that not every 
     "branches": {"num_assistant_branches": 2},
     "`prediction`": {"prediction": [[11, 12, 13, 14, 15, 16]]},
 }
-BACKENDS = ("eager", "packed", "compiled")
+BACKENDS = ("eager", "packed")
 QUANTIZATIONS = ("none", "int8-weight", "int4-weight", "int8", "nf4", "fp4", "GGUF")
 OFFLOADS = ("cpu", "disk")
 STRICT = "strict"
@@ -75,11 +75,10 @@ LOADINGS: dict[str, dict[str, Any]] = {
 class Models:
     """Tiny models in a folder; 64 columns are the least that the 4-bit layers of bitsandbytes take.
 
-    `refusals`: the messages so far. `wait`: until compiled code is ready; it takes minutes.
+    `refusals`: the messages so far.
     """
 
     root: Path
-    wait: bool = False
     refusals: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -121,16 +120,13 @@ class Models:
             warnings.simplefilter("ignore")
             try:
                 with self.generator(draft, loading) as gen:
-                    if self.wait:
-                        gen.wait_until_compiled()
                     out = gen.generate(PROMPT, **LENGTHS, **call)
                     plain = gen.generate(PROMPT, **LENGTHS, **alone, assistant_model="none")
             except SpecdecError as error:
                 return self._refused(str(error))
         if call.get("sampling") not in ("rejection", "block") and out.stats.exactness != "row-dependent":
             assert plain.sequences.tolist() == out.sequences.tolist(), (draft, call, loading)
-        compiles = loading.get("backend") == "compiled" and not self.wait
-        return "compiled" if compiles else str(out.stats.settings["backend"])
+        return str(out.stats.settings["backend"])
 
     def _refused(self, message: str) -> str:
         """The number of a message, without what depends on the model."""
@@ -152,12 +148,12 @@ GENERAL = {  # parts of messages that depend on the model, and how the page show
 }
 
 
-def tables(*, wait: bool = False) -> dict[str, str]:
+def tables() -> dict[str, str]:
     """The tables of the page and the messages below them, by name."""
     calls = {**STRATEGIES, **MORE}
     weights = {name: {"quantization": name} for name in QUANTIZATIONS[1:]}
     with tempfile.TemporaryDirectory() as folder:
-        models = Models(Path(folder), wait)
+        models = Models(Path(folder))
 
         def goes(draft: str | None, call: Mapping[str, Any], loading: Mapping[str, Any]) -> str:
             if draft == "mtp" and loading.get("quantization") == "GGUF":
@@ -237,4 +233,4 @@ def try_combinations(count: int, seed: int = 0) -> None:
 if __name__ == "__main__":
     logging.getLogger("specdec").setLevel(logging.ERROR)
     disable_progress_bar()
-    PAGE.write_text(filled(PAGE.read_text(encoding="utf-8"), tables(wait=True)), encoding="utf-8")
+    PAGE.write_text(filled(PAGE.read_text(encoding="utf-8"), tables()), encoding="utf-8")

@@ -59,8 +59,8 @@ THEMES = {
 
 
 def backends() -> list[str]:
-    """The backends that were measured, the fastest last."""
-    return [backend for backend in ("packed", "compiled") if _file(backend).is_file()]
+    """The backends that were measured."""
+    return [backend for backend in ("packed",) if _file(backend).is_file()]
 
 
 def _file(backend: str) -> Path:
