@@ -137,7 +137,7 @@ def test_what_encoders_have_read(name: str) -> None:
 def test_types_of_tokens(model: PreTrainedModel) -> None:
     """Types that change GPT-2's text are refused. (They were left out without a word: the texts were others.)"""
     hook, types = custom_generate("suffix"), {"token_type_ids": IDS % 3}
-    with pytest.raises(UnsupportedError, match="`token_type_ids` other than those that GPT2LMHeadModel adds"):
+    with pytest.raises(UnsupportedError, match="`token_type_ids` other than the zeros that GPT2LMHeadModel adds"):
         tiny("gpt2").generate(**BATCH, **types, max_new_tokens=5, custom_generate=hook)
     bert = encoders.loud(BertLMHeadModel, BertConfig(vocab_size=64, **composites.LAYERS, is_decoder=True))
     check(bert, None, **BATCH, token_type_ids=0 * IDS, max_new_tokens=5, do_sample=False, pad_token_id=0)

@@ -284,8 +284,14 @@ def test_operators_keep_their_promises() -> None:
     queries, keys, cache = (
         torch.randn(shape, generator=random) for shape in [(1, 4, 3, 16), (1, 2, 3, 16), (2, 1, 2, 30, 16)]
     )
-    torch.library.opcheck(torch.ops.specdec.store_nodes.default, (keys, keys, cache[0], cache[1].clone(), nodes))
-    torch.library.opcheck(torch.ops.specdec.attend.default, (queries, cache[0], cache[1], nodes, 0.5, 0.0, None, None))
+    torch.library.opcheck(
+        torch.ops.specdec.store_nodes.default, (keys, keys, cache[0], cache[1].clone(), nodes), test_utils="test_schema"
+    )
+    torch.library.opcheck(
+        torch.ops.specdec.attend.default,
+        (queries, cache[0], cache[1], nodes, 0.5, 0.0, None, None),
+        test_utils="test_schema",
+    )
 
 
 def refused(name: str, do: Callable[[], object]) -> None:

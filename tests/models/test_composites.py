@@ -135,5 +135,5 @@ def test_types_that_change_nothing() -> None:
     expected = bert.generate(**given, token_type_ids=0 * ids, **COMMON).tolist()
     assert SpecGenerator(bert).generate(**given, token_type_ids=0 * ids, **COMMON).sequences.tolist() == expected
     for model, types in ((bert, ids % 2), (loud(GPT2LMHeadModel, GPT2Config(**OF_GPT2)), 0 * ids)):
-        with pytest.raises(UnsupportedError, match="`token_type_ids` other than those that"):
+        with pytest.raises(UnsupportedError, match="`token_type_ids` other than the zeros that"):
             SpecGenerator(model).generate(**given, token_type_ids=types, **COMMON)

@@ -156,8 +156,10 @@ def test_english_only() -> None:
     model.generation_config = settings(PARTS.tokenizer, is_multilingual=False, lang_to_id=None, task_to_id=None)
     del model.generation_config.lang_to_id, model.generation_config.task_to_id
     assert ours(model, sound, return_timestamps=True) == theirs(model, sound, return_timestamps=True)
-    with pytest.raises(OptionError, match="English-only"):
-        ours(model, sound, **EN)
+    assert ours(model, sound, **EN) == ours(model, sound)  # what servers' clients say
+    for wrong in ({"language": "de"}, {"task": "translate"}):
+        with pytest.raises(OptionError, match="English-only"):
+            ours(model, sound, **wrong)
 
 
 @pytest.mark.parametrize(

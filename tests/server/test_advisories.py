@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from starlette.testclient import WebSocketDenialResponse
 
 from specdec.errors import OptionError
 from specdec.options.resolve import read_yaml
@@ -54,7 +55,7 @@ async def test_every_route_is_closed(key_file: Path) -> None:
     open_paths = {route.path for route in routes if isinstance(route, PublicRoute)}
     assert open_paths == {"/health", "/ready", "/", "/page/app.js", "/page/style.css"}
     async with client(application) as c:
-        for method, route in ((method, one) for one in routes for method in one.methods):
+        for method, route in ((method, one) for one in routes for method in getattr(one, "methods", ())):
             path = route.path.replace("{name:path}", "text")
             path_of_route = await c.request(method, path, json=BODY if method == "POST" else None)
             assert path_of_route.status_code == (200 if path in open_paths else 401), path
@@ -63,6 +64,11 @@ async def test_every_route_is_closed(key_file: Path) -> None:
             assert (await c.get(path)).status_code in (401, 404), path
         mounted = await asgi(application, "GET", "/v1/models", root_path="/v1/models")
         assert mounted.status in (401, 404)
+    sockets = [route.path for route in routes if not hasattr(route, "methods")]
+    assert sockets == ["/v1/realtime"]
+    with asking(application) as http, pytest.raises(WebSocketDenialResponse) as refused:
+        http.websocket_connect(f"ws://127.0.0.1:8000{sockets[0]}").__enter__()
+    assert refused.value.status_code == 401
 
 
 def test_keys(key_file: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -61,8 +61,10 @@ class Whisper:
     def check(self, language: str | None, task: str | None, timestamps: Any, multilingual: bool | None) -> None:
         """Raises OptionError for options that the checkpoint cannot serve."""
         multilingual = self.setting("is_multilingual") if multilingual is None else multilingual
-        if multilingual is False and (language or task):
-            raise OptionError("`language` and `task` do not apply to an English-only model: leave them out")
+        if multilingual is False:
+            if language not in (None, "en", "english") or task not in (None, "transcribe"):
+                raise OptionError("`language` and `task` do not apply to an English-only model: leave them out")
+            language = task = None
         if task is not None and task not in TASK_IDS:
             raise OptionError.of("task", " or ".join(sorted(TASK_IDS)), task)
         for name, value, table in (("language", language, "lang_to_id"), ("task", task, "task_to_id")):
@@ -106,6 +108,8 @@ class Whisper:
         to transcribe: without a task, models repeat words or write nothing.
         """
         language, task = language or self.setting("language"), task or self.setting("task")
+        if self.setting("is_multilingual") is False:
+            language = task = None
         begin: list[int | None] = [self.settings.decoder_start_token_id]
         if language is None and task is None:  # older checkpoints force the tokens after the start
             forced = self.setting("forced_decoder_ids") or getattr(self.model.config, "forced_decoder_ids", None) or []
