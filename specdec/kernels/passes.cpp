@@ -144,7 +144,8 @@ c10::IValue typed(const c10::IValue& value, const c10::TypePtr& type) {
   if (auto optional = type->cast<c10::OptionalType>()) return typed(value, optional->getElementType());
   if (type->kind() == c10::TypeKind::FloatType) return value.isInt() ? static_cast<double>(value.toInt()) : value;
   if (type->kind() == c10::TypeKind::TensorType && value.isScalar()) {
-    auto number = at::scalar_tensor(value.toScalar(), value.isDouble() ? at::kDouble : at::kLong);
+    auto scalar = value.toScalar();
+    auto number = at::scalar_tensor(scalar, scalar.type());
     number.unsafeGetTensorImpl()->set_wrapped_number(true);  // which does not decide the type of a result
     return number;
   }
@@ -167,7 +168,7 @@ struct Call {
   std::vector<int64_t> freed;                  // the values that no later call reads
 };
 
-// Puts a value into an argument, or into a place of it, which is a list that all passes share.
+// Puts a value into an argument, or into a place of a copy of it: passes share the list.
 void put(c10::IValue& argument, int64_t place, c10::IValue value) {
   if (place < 0) {
     argument = std::move(value);

@@ -158,7 +158,7 @@ class RaggedModel(nn.Module):
     def forward(self, *given: Any) -> tuple[Tensor, ...]:
         """Logits `[1, kept, vocab]`, and each hidden state `[1, returned, width]` of the nodes in `returned`.
 
-        The arguments are the fields of `PassInputs`, positional because tracing takes no others.
+        The arguments are the fields of `PassInputs`, positional so that they are its tensors in order.
         """
         returned = PassInputs(*given).returned
         logits, hidden = self.output(PassInputs(*given), bool(returned))

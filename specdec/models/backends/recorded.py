@@ -3,17 +3,19 @@
 Ragged passes have few sizes that change: the numbers of new nodes and of nodes with logits, and the rows and columns of
 the buffers. So a pass over a few nodes is recorded twice, with different sizes. A number that is the same in both is a
 constant, and other numbers are multiples of one size. The operators are those of the model, so that results are equal,
-bit for bit; a third pass, of other sizes, compares them.
+bit for bit; a third pass, over one node, compares them. Models whose Python reads values are not recorded. Python that
+takes another way for long inputs alone is not seen, which no decoder of transformers has been found to do.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from specdec import kernels
@@ -22,8 +24,6 @@ from specdec.models.backends.ragged_inputs import PassInputs, StepInputs
 from specdec.models.backends.ragged_model import RaggedModel
 
 _log = logging.getLogger(__name__)
-_SIZES = (5, 3, 4, 96, 8, 11), (7, 4, 6, 104, 9, 13)  # of the recorded passes, whose ratios differ; see `example`
-_OTHER = 1, 1, 3, 40, 2, 5  # of the compared one
 _FORMATS: dict[Any, int] = {torch.contiguous_format: 0, torch.preserve_format: 1, torch.channels_last: 2}
 _WORDS = 2  # of the tables
 
@@ -31,8 +31,32 @@ Place = tuple[int, int]
 """An argument of a call, and a place in its list, or -1."""
 
 
+class Sizes(NamedTuple):
+    """Sizes of a pass: new nodes, nodes with logits, rows and columns of the text's buffers and of the encoders'."""
+
+    nodes: int
+    kept: int
+    rows: int
+    columns: int
+    encoders: int
+    frames: int
+
+
+_FIRST, _SECOND = Sizes(5, 3, 4, 96, 8, 11), Sizes(7, 4, 6, 104, 9, 13)  # each size grows by another ratio
+_COMPARED = Sizes(1, 1, 3, 40, 2, 5)
+
+
 class _Unrecordable(Exception):
     pass
+
+
+class _Guard(TorchFunctionMode):  # type: ignore[misc,no-untyped-call]
+    """Refuses what reads values without an operator."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__):
+            raise _Unrecordable("it reads values, on which the next operators may depend")
+        return func(*args, **(kwargs or {}))
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[misc,no-untyped-call]
@@ -59,18 +83,19 @@ class _Tape:
     """One recorded pass: its calls, and numbers of its values."""
 
     def __init__(self, model: RaggedModel, inputs: PassInputs) -> None:
-        with _Recorder() as recorder:
+        with _Guard(), _Recorder() as recorder:
             outputs = model(*inputs)
         self.calls, self.inputs, self.held = recorder.calls, inputs.tensors, list[Tensor]()
         self.measured = _measured(inputs)
         self.sizes = [self.inputs[number].shape[dimension] for number, dimension in self.measured]
         numbers = {id(tensor): place for place, tensor in enumerate(self.inputs)}
-        made = {id(tensor) for _, _, tensors in self.calls for tensor in tensors}
-        for _, arguments, _ in self.calls:
+        made = set[int]()
+        for _, arguments, tensors in self.calls:
             for tensor in (value for _, value in _flat(arguments) if isinstance(value, Tensor)):
                 if id(tensor) not in made and id(tensor) not in numbers:
                     numbers[id(tensor)] = len(numbers)
                     self.held.append(tensor)
+            made |= set(map(id, tensors))
         count = len(numbers)
         self.read, self.made = list[dict[Place, int]](), list[list[int]]()
         for _, arguments, tensors in self.calls:
@@ -82,8 +107,9 @@ class _Tape:
 
     def passes(self, other: _Tape) -> Any:
         """What runs passes of any sizes, if the `other` one differs in its sizes alone."""
-        same = all(torch.equal(*pair) for pair in zip(self.held, other.held, strict=True))
-        if not same or (self.read, self.made, self.returned) != (other.read, other.made, other.returned):
+        flows = [([call[0] for call in tape.calls], tape.read, tape.made, tape.returned) for tape in (self, other)]
+        same = flows[0] == flows[1] and len(self.held) == len(other.held)
+        if not same or not all(one is two or torch.equal(one, two) for one, two in zip(self.held, other.held, strict=True)):
             raise _Unrecordable("its operators depend on the number of tokens")
         passes = kernels.passes(len(self.inputs), self.measured, self.held)
         for (func, mine, _), (_, theirs, _), read, made in zip(
@@ -100,24 +126,27 @@ class _Tape:
         return passes
 
     def _factor(self, mine: Any, theirs: Any, sizes: Sequence[int]) -> tuple[int, int]:
-        """The number of the size that both numbers are a multiple of, and by what factor."""
+        """The number of the size that both numbers are a multiple of, which its ratio tells, and the factor."""
         for place, (size, other) in enumerate(zip(self.sizes, sizes, strict=True)):
             if mine % size == 0 and mine // size * other == theirs:
                 return place, mine // size
         raise _Unrecordable(f"the numbers {mine} and {theirs} follow no size")
 
 
+@torch.no_grad()
 def record(model: RaggedModel) -> Any:
     """What runs a model's passes without Python (`specdec.kernels.passes`); None if they cannot be recorded."""
     try:
-        first, second = (_Tape(model, example(model, *sizes)) for sizes in _SIZES)
-        passes = first.passes(second)
-        expected = model(*example(model, *_OTHER))
-        if not all(map(torch.equal, passes.run(example(model, *_OTHER).tensors), expected)):
+        passes = _Tape(model, example(model, _FIRST)).passes(_Tape(model, example(model, _SECOND)))
+        expected = model(*example(model, _COMPARED))
+        if not all(map(torch.equal, passes.run(example(model, _COMPARED).tensors), expected)):
             raise _Unrecordable("another pass gives other numbers")
         return passes
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:  # whatever an architecture does in Python
-        _log.debug("passes of %s are not recorded: %s", type(model.model).__name__, error)
+        level = logging.DEBUG if isinstance(error, _Unrecordable) else logging.INFO
+        _log.log(level, "passes of %s run in Python: %r", type(model.model).__name__, error)
         return None
 
 
@@ -145,10 +174,9 @@ def _numbers(rule: ChainRule) -> tuple[object, ...]:
     return *chosen, rule.most, rule.width, [*rule.ends], *bins, *costs, budget.needs_confidence, rule.needs_q
 
 
-def example(
-    model: RaggedModel, count: int, kept: int, rows: int, columns: int, encoders: int, frames: int
-) -> PassInputs:
-    """A pass over a chain of `count` nodes in the first of some `rows`, with logits of the first `kept`."""
+def example(model: RaggedModel, sizes: Sizes) -> PassInputs:
+    """A pass over a chain of nodes in the first row, with logits of the first nodes."""
+    count, kept, rows, columns, encoders, frames = sizes
     place = torch.arange(count)
     table = torch.zeros(1, 1, count, 4 + _WORDS, dtype=torch.int32)
     table[..., 1], table[..., 3] = place, place + 1
