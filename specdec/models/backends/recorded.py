@@ -109,7 +109,8 @@ class _Tape:
         """What runs passes of any sizes, if the `other` one differs in its sizes alone."""
         flows = [([call[0] for call in tape.calls], tape.read, tape.made, tape.returned) for tape in (self, other)]
         same = flows[0] == flows[1] and len(self.held) == len(other.held)
-        if not same or not all(one is two or torch.equal(one, two) for one, two in zip(self.held, other.held, strict=True)):
+        pairs = zip(self.held, other.held, strict=same)
+        if not same or not all(one is two or torch.equal(one, two) for one, two in pairs):
             raise _Unrecordable("its operators depend on the number of tokens")
         passes = kernels.passes(len(self.inputs), self.measured, self.held)
         for (func, mine, _), (_, theirs, _), read, made in zip(
