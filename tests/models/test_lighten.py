@@ -115,17 +115,17 @@ def whisper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
 @pytest.mark.parametrize(
     ("faster", "dtype", "encoder", "head"),
     [
-        (("1500 rows: bfloat16", "1500 rows: int8", "1 rows: int8"), torch.bfloat16, "int8", "int8"),
+        (("1500 rows: bfloat16", "1500 rows: int8", "1 rows: int8"), torch.bfloat16, "int8", "bfloat16"),
         (("1500 rows: bfloat16",), torch.bfloat16, "bfloat16", "bfloat16"),
         (("1500 rows: int8",), torch.float32, "int8", "float32"),
-        (("1 rows: int8",), torch.float32, "float32", "int8"),
+        (("1 rows: int8",), torch.float32, "float32", "float32"),
     ],
 )
 @torch.no_grad()
 def test_speech_is_heard_in_the_fastest_numbers(
     whisper: str, monkeypatch: pytest.MonkeyPatch, faster: tuple[str, ...], dtype: torch.dtype, encoder: str, head: str
 ) -> None:
-    """What is faster is measured for encoder and decoder apart; a dtype that is asked for is the one that runs."""
+    """What is faster is measured, for 8 bits in the encoder alone; a dtype that is asked for is the one that runs."""
     monkeypatch.setattr(lighten, "holds", lambda what, _: what.startswith(faster))
     plain, exact, loaded = (
         load_model(whisper, how)
@@ -145,7 +145,7 @@ def test_a_draft_has_the_target_s_encoder(whisper: str, monkeypatch: pytest.Monk
     for faster in (True, False):
         monkeypatch.setattr(lighten, "holds", lambda *_, faster=faster: faster)
         draft: Any = SpecGenerator.from_pretrained(whisper, whisper).draft
-        assert (draft.shared_encoder, draft.models[0].output_embeddings.kind) == (True, "int8")
+        assert (draft.shared_encoder, draft.models[0].output_embeddings.kind) == (True, "int4" if faster else "int8")
 
 
 def test_small_models_hear_as_they_are_stored(tmp_path: Path) -> None:
