@@ -52,17 +52,16 @@ def is_intact(place: Path) -> bool:
 
 
 @contextmanager
-def alone(path: Path, variable: str) -> Iterator[IO[str]]:
-    """Context for one process at a time; the others wait for the lock on file `path`, which it yields open.
+def alone(path: Path, variable: str) -> Iterator[None]:
+    """Context for one process at a time; the others wait for the lock on file `path`.
 
-    A process that inherits the file holds the lock until it ends. Raises Lack if the folder, which environment
-    `variable` names, cannot be written to.
+    Raises Lack if the folder, which environment `variable` names, cannot be written to.
     """
     import fcntl  # not on Windows
 
     with _opened(path, variable) as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # released by closing it
-        yield file
+        yield
 
 
 def is_held(path: Path, variable: str) -> bool:
@@ -91,11 +90,11 @@ def unwritable(folder: Path, variable: str, error: OSError) -> Lack:
     return Lack(f"{folder} cannot be written to ({why})", f"change that, or name another folder in {variable}")
 
 
-def number(variable: str, default: int, unit: str = "bytes") -> int:
-    """The number that an environment variable sets; raises UnsupportedError if that is none."""
+def number(variable: str, default: int) -> int:
+    """The number of bytes that an environment variable sets; raises UnsupportedError if that is none."""
     named = os.environ.get(variable) or str(default)
     if not named.isdecimal():
-        raise UnsupportedError(f"{variable} must be a number of {unit}, got {named!r}: correct or unset it")
+        raise UnsupportedError(f"{variable} must be a number of bytes, got {named!r}: correct or unset it")
     return int(named)
 
 
