@@ -13,7 +13,7 @@ from specdec.core.drafts import Hidden
 from specdec.core.sequence import RunningSequence
 from specdec.core.strategies import NO_TRACE, Trace, View, stacked, trace_of
 from specdec.core.tree import EMPTY, Step, Tree, depths_of
-from specdec.core.work import Logits, Work
+from specdec.core.work import READ_ALONG, Logits, Work
 
 NewLeaf = tuple[int, int]  # the node before it, and its token
 _MOST_HELD = 8  # times its own bytes that a view may keep in memory
@@ -26,7 +26,8 @@ class SequenceRound:
     `drafted`: nodes of the proposal; `depth`: its longest path. The draft had guessed the tokens of the first
     `accepted` steps. `finish`: why the sequence ended, or None. `tested`: the confidence of each node that the strategy
     reached, and whether it was accepted; these nodes lie on `levels` levels of the proposal. `prefill`: in this
-    round the target read its prompt, or a draft model its prompt or a longer part of its text.
+    round the target read its prompt, or a draft model its prompt or a longer part of its text. `read`: tokens of the
+    text that a draft model read, without the last one, which every chain begins with.
     """
 
     id: int
@@ -39,6 +40,7 @@ class SequenceRound:
     levels: int
     steps: list[Step]
     finish: str | None = None
+    read: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +120,8 @@ class Outcome:
         seq.traces += self.traces
         seq.finish, seq.prefilled = self.finish, True
 
-    def round(self, *, prefill: bool) -> SequenceRound:
-        """The result of the round, without tensors of a pass.
+    def round(self, read: int) -> SequenceRound:
+        """The result of the round, without tensors of a pass; `read`: as in `SequenceRound`.
 
         Of a text, the children of every node that the walk left by a step are tested; if a step ended the text, its
         children are not. Of a search, the highest confidence of each depth that it reached, and of the next one.
@@ -138,8 +140,9 @@ class Outcome:
             nodes = [node for node, parent in enumerate(parents) if parent in reached]
             levels = len({parents[node] for node in nodes})
             tested = [(confidence[node], node in accepted) for node in nodes]
+        prefill = read >= READ_ALONG or not self.seq.prefilled
         guess = len(tokens), depth, self.accepted, prefill, proposal.source
-        return SequenceRound(self.seq.id, *guess, tested, levels, self.steps, self.finish)
+        return SequenceRound(self.seq.id, *guess, tested, levels, self.steps, self.finish, read)
 
 
 def accept(outcome: Outcome, out: Logits) -> None:

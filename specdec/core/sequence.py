@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import inf
 from typing import Any, NamedTuple
 
 import torch
@@ -43,8 +42,8 @@ class RunningSequence:
     `num_embeds_only` counts them, and columns of pictures before the text. `pictures` are read with the prompt.
     `context`: None where keys and values are never
     shared. `encoding`: the encoder's output. The target's cache holds the first `num_cached` nodes of `tree`, cached
-    nodes first; `views`: the target's output at nodes that an earlier pass computed. `draft_length`: how
-    much of the text its draft has read. `cached_prompt_tokens` were not read for it, but for an earlier or another one.
+    nodes first; `views`: the target's output at nodes that an earlier pass computed.
+    `cached_prompt_tokens` were not read for it, but for an earlier or another one.
     `cache_reset_length`: the length of text beyond which the target must read all of it again.
     """
 
@@ -73,7 +72,6 @@ class RunningSequence:
     traces: list[Trace] = field(default_factory=list)
     finish: str | None = None
     prefilled: bool = False
-    draft_length: float = -inf
     cached_prompt_tokens: int = 0
     cache_reset_length: int | None = None
 

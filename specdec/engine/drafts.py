@@ -64,14 +64,15 @@ class OpenDraft(NamedTuple):
 class OpenDrafts:
     """The open drafts of one target's sequences, by the identity of their drafts in `open`.
 
-    `requests`: the requests of running sequences, by the sequences' ids. `forced`: the ids of those whose last proposal
-    a form forced. An exception within `guard(seqs)` ends the requests of these sequences.
+    `requests`: the requests of running sequences, by the sequences' ids. `read`: by these ids, how many tokens of texts
+    draft models read in this round, without the last one of each, which every chain begins with. An exception within
+    `guard(seqs)` ends the requests of these sequences.
     """
 
     def __init__(self, model: LanguageModel, requests: Mapping[int, Request], guard: Guard) -> None:
         self.open: dict[int, OpenDraft] = {}
         self.keys: dict[RunningSequence, Hashable] = {}
-        self.forced: set[int] = set()
+        self.read: dict[int, int] = {}
         self._model, self.requests, self.guard = model, requests, guard
 
     def of(self, seq: RunningSequence) -> OpenDraft | None:
@@ -98,7 +99,7 @@ class OpenDrafts:
         right.
         """
         proposals: dict[int, Tree] = {}
-        self.forced.clear()
+        self.read.clear()
         for opened, group in grouped(seqs, self.of):
             if reading and not (opened.draft.instant or self._model.is_offloaded):
                 continue
@@ -120,14 +121,17 @@ class OpenDrafts:
                         proposals |= self._forced(opened, seq, budgets[seq.id])
                     together = [seq for seq in together if seq.id not in proposals]
                     limits = [budgets[seq.id] for seq in together]
-                    if readers := opened.proposer.readers(together, limits):
-                        ids = {seq.id for seq in readers}
+                    readers = opened.proposer.readers(together, limits)
+                    unread = {seq.id: opened.proposer.unread(seq) for seq in readers}
+                    if ids := set(unread):
                         waiting = ids - catch_up(opened, [seq for seq in together if seq.id in ids])
                         proposals |= dict.fromkeys(waiting, EMPTY)
                         together = [seq for seq in together if seq.id not in waiting]
                         limits = [budgets[seq.id] for seq in together]
                     if together:
                         proposals |= self._ask(opened.proposer, together, limits)
+                    for seq in readers:
+                        self.read[seq.id] = max(unread[seq.id] - max(opened.proposer.unread(seq), 1), 0)
         return proposals
 
     def _forced(self, opened: OpenDraft, seq: RunningSequence, budget: Budget) -> dict[int, Tree]:
@@ -153,7 +157,6 @@ class OpenDrafts:
             self._check(seq, budget, tree, FORM)
             tree = _allowed(seq, tree) if copies else tree
             if tree.tokens:
-                self.forced.add(seq.id)
                 return {seq.id: tree}
         return {}
 

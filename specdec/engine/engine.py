@@ -20,7 +20,6 @@ import torch
 from specdec.core.outcome import Outcome, Round, SequenceRound, accept
 from specdec.core.sequence import RunningSequence
 from specdec.core.tree import EMPTY, Tree
-from specdec.core.work import READ_ALONG
 from specdec.engine.drafts import Guarded, OpenDrafts, grouped
 from specdec.engine.memory import MemoryBudget
 from specdec.engine.prefix_cache import PrefixCache
@@ -114,7 +113,7 @@ class Engine:
         nodes = sum(outcome.out.work.num_new for outcome in outcomes)
         outcomes = self._accept(outcomes)
         after_choice = seconds_on(self.model.device)
-        rounds = self._commit(outcomes, proposals)
+        rounds = self._commit(outcomes)
         phases = after_draft - began, after_pass - after_draft, after_choice - after_pass
         self._deliver(outcomes, Round(rounds, nodes, *phases, perf_counter() - began))
         self._end_failed()
@@ -168,7 +167,7 @@ class Engine:
                     accept(outcome, out if plain else request.select(out))
         return [outcome for outcome in outcomes if self._requests[outcome.seq.id] not in self._failed]
 
-    def _commit(self, outcomes: Sequence[Outcome], proposals: dict[int, Tree]) -> list[SequenceRound]:
+    def _commit(self, outcomes: Sequence[Outcome]) -> list[SequenceRound]:
         """Writes the outcomes to the target's cache, the sequences and the drafts."""
         hear = any(opened.hears for opened in self.drafts.open.values())
         messages = [self.drafts.message(outcome, self.session) for outcome in outcomes] if hear else []
@@ -180,17 +179,9 @@ class Engine:
         )
         rounds = []
         for outcome in outcomes:
-            if not outcome.states:
-                continue
-            seq, proposal = outcome.seq, outcome.out.work.proposal
-            draft, length = self._requests[seq.id].draft, len(seq.tokens)
-            by_draft = seq.id in proposals and seq.id not in self.drafts.forced
-            reads = by_draft and draft is not None and not draft.instant
-            reads = reads and length - seq.draft_length > READ_ALONG
-            rounds.append(outcome.round(prefill=reads or not seq.prefilled))
-            outcome.apply()
-            if by_draft and (proposal.tokens or proposal.source):
-                seq.draft_length = length
+            if outcome.states:
+                rounds.append(outcome.round(self.drafts.read.get(outcome.seq.id, 0)))
+                outcome.apply()
         if hear:
             self.drafts.update([message for message in messages if message is not None])
         return rounds

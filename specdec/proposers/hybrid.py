@@ -9,7 +9,7 @@ from operator import mul
 from time import perf_counter
 
 from specdec.core.budget import Budget
-from specdec.core.draft_schedules.estimates import Acceptance
+from specdec.core.draft_schedules.estimates import Acceptance, LinearFit
 from specdec.core.drafts import Commit, Draft, Proposer, SavedState, SequenceView, path_limit
 from specdec.core.tree import EMPTY, Tree
 from specdec.errors import OptionError
@@ -26,14 +26,14 @@ _FEW = 32  # tokens that a pass reads beside a guess
 
 @dataclass
 class Odds:
-    """Estimates for the model draft: acceptance, seconds of a pass and of a token that it reads.
+    """Estimates for the model draft: acceptance, seconds of passes over nodes, and of a token that it reads.
 
     `gap`: seconds from one proposal to the next, i.e. the target's pass and its overhead. `seconds` and `tokens`: those
     of rounds without the model, of late. `copied` of `new` tokens, of several texts, were copies, used or not.
     """
 
     acceptance: Acceptance = field(default_factory=Acceptance)
-    pass_seconds: float | None = None
+    passes: LinearFit = field(default_factory=LinearFit)
     reading: float | None = None
     gap: float | None = None
     seconds: float = 0.0
@@ -77,7 +77,6 @@ class HybridProposer(Proposer):
     def __init__(self, text: TextProposer, model: Proposer, source: str, odds: Odds) -> None:
         self._text, self._inner, self._source, self._odds = text, model, source, odds
         self._ended: float | None = None
-        self._read: set[int] = set()
         self._last: dict[int, tuple[int, Tree | None, Tree]] = {}  # lengths of texts, the model's trees, the copies
         self._copies: dict[int, Tree] = {}  # this round's, until they are proposed
         self._chosen: set[int] = set()  # the ids of those that prefer the model in this round
@@ -154,7 +153,6 @@ class HybridProposer(Proposer):
     def drop(self, seq_ids: Sequence[int]) -> None:
         for seq_id in seq_ids:
             self._last.pop(seq_id, None)
-            self._read.discard(seq_id)
         self._text.drop(seq_ids)
         self._inner.drop(seq_ids)
 
@@ -174,7 +172,7 @@ class HybridProposer(Proposer):
             return True
         # Until the model's pass is measured, it is assumed to cost a fifth of the target's.
         odds, gap, unread = self._odds, self._odds.gap or 1.0, self._inner.unread(seq)
-        seconds = 0.2 * gap if odds.pass_seconds is None else odds.pass_seconds
+        seconds = odds.passes.at(1) if odds.passes.weight else 0.2 * gap
         chances = accumulate([odds.acceptance.mean] * limit, mul)
         gain = max(accumulate(chance - seconds / gap for chance in chances))
         if tree.tokens and (unread > _FEW or gain <= sum(accumulate(tree.confidence or [], mul))):
@@ -213,15 +211,13 @@ class HybridProposer(Proposer):
         if not chosen:
             return {}
         seqs, budgets = [seq for seq, _ in chosen], [budget for _, budget in chosen]
+        read = sum(self._inner.unread(seq) - 1 for seq in seqs)
         began = perf_counter()
         trees = self._inner.propose(seqs, budgets)
-        seq_ids = {seq.id for seq in seqs}
-        # A round in which the model reads a prompt does not measure one pass.
-        if seq_ids <= self._read and any(trees):
-            # One proposal ran one pass per node of its longest chain.
-            passes = max(tree.depth for tree in trees)
-            self._odds.pass_seconds = _fading(self._odds.pass_seconds, (perf_counter() - began) / passes)
-        self._read |= seq_ids
+        seconds, levels = perf_counter() - began, max(tree.depth for tree in trees)
+        if levels:  # there was one pass for each
+            nodes = (read + sum(map(len, trees))) / levels
+            self._odds.passes = self._odds.passes.add(nodes, seconds / levels)
         return {seq.id: tree for seq, tree in zip(seqs, trees, strict=True)}
 
 

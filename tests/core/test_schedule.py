@@ -235,6 +235,15 @@ def test_a_dear_look_is_a_rare_one(reading: float, right: int, least: int, most:
     assert least <= waited(schedule.after(Round([row], 2, 0.2 + reading, 1.0, 0.0, 1.2 + reading))) <= most
 
 
+def test_tokens_that_a_draft_reads_along_are_nodes_of_its_passes() -> None:
+    """A draft that reads ten copied tokens before each guess cost as much per pass as those, so that it never paid."""
+    schedule = Cost()
+    for read in (0, 10, 4, 10, 0, 10, 7):
+        row = replace(outcome(2, 2).seqs[0], read=read)
+        schedule = schedule.after(Round([row], 3, 0.2 + 0.03 * read, 1.0, 0.0, 1.2 + 0.03 * read))
+    assert schedule.seconds.drafts["model"].at(1) == pytest.approx(0.1, rel=0.1)
+
+
 def test_rest_ends_with_what_is_new() -> None:
     """Most rounds without a draft are not looked at, but for one that takes far longer, or has other company."""
     schedule = tried(Cost(), 40, 1, 0.2)

@@ -362,17 +362,3 @@ def test_hidden_states_beside_a_longer_negative_prompt() -> None:
         torch.tensor([[5, 9, 12, 7]]), **COMMON, **given, output_hidden_states=True, return_dict_in_generate=True
     )
     assert out.hidden_states[0][0].shape[1] == 4
-
-
-def test_a_function_named_form_is_a_draft() -> None:
-    """Its proposals passed for tokens that a form forces."""
-
-    def form(tokens: list[int], k: int) -> list[int]:
-        return [7] * k
-
-    generator = SpecGenerator(tiny("llama"), form)
-    call = submit(generator, [[5, 9, 12, 7]])
-    generator.engine.step()
-    generator.engine.step()
-    assert call.seqs[0].draft_length
-    finish(generator.engine)

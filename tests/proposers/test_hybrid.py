@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from specdec.core.budget import Budget
+from specdec.core.draft_schedules.estimates import LinearFit
 from specdec.core.drafts import SequenceView
 from specdec.core.tree import Tree
 from specdec.errors import OptionError
@@ -28,6 +29,7 @@ class Clock:
 
 class SlowModel(FakeModel):
     seconds = 0.5
+    seconds_of_a_token = 0.0  # beyond the first of a pass
 
     def __init__(self, clock: Clock) -> None:
         super().__init__()
@@ -38,7 +40,7 @@ class SlowModel(FakeModel):
         run = session.run
 
         def slow(*args, **more):  # type: ignore[no-untyped-def]
-            clock.now += seconds
+            clock.now += seconds + self.seconds_of_a_token * sum(len(work.tree) - 1 for work in args[0])
             return run(*args, **more)
 
         session.run = slow  # type: ignore[method-assign]
@@ -86,6 +88,18 @@ def test_an_expensive_model_is_left_alone(model: SlowModel) -> None:
     model.seconds = 2.0
     trees = run(model, lambda text: model.greedy(text, 1)[0] % 3, 60)
     assert {tree.source for tree in trees[-20:]} == {"suffix"}
+
+
+def test_what_the_model_reads_along_is_no_part_of_a_pass(model: SlowModel) -> None:
+    """After copies the model's first pass reads them, too: a hybrid took it for the price of every pass."""
+    model.seconds, model.seconds_of_a_token = 0.1, 0.1
+    session = HybridDraft(SuffixDraft(), ModelDraft(model)).start(50)
+    seq = FakeSequence([1, 2, 3, 4, 5])
+    for unread in (1, 9, 1, 5, 12):
+        session.propose([seq], [FakeBudget(2)])
+        follow(session, seq, [], 0, len(seq.tokens) % 50)
+        seq.tokens += [(token * token + 7) % 50 for token in range(len(seq.tokens), len(seq.tokens) + unread - 1)]
+    assert session._odds.passes.at(1) == pytest.approx(0.1, rel=0.3)
 
 
 def test_a_wait_between_two_calls_is_no_gap_between_rounds(model: SlowModel, clock: Clock) -> None:
@@ -184,6 +198,6 @@ def test_a_model_waits_where_copies_are_usual(clock: Clock, copied: float, promp
 def test_doubtful_copies_lose_only_to_a_model_that_has_read(clock: Clock, text: list[int], source: str) -> None:
     """Copies of even chance came before a model that adds more than its passes cost: 0.97 of its speed on prose."""
     session = HybridDraft(SuffixDraft(), ModelDraft(SlowModel(clock))).start(50)
-    session._odds.gap, session._odds.pass_seconds = 1.0, 0.1 if len(text) > 32 else 0.3
+    session._odds.gap, session._odds.passes = 1.0, LinearFit().add(1, 0.1 if len(text) > 32 else 0.3)
     [tree] = session.propose([FakeSequence(text)], [FakeBudget(5)])
     assert tree.source.startswith(source)

@@ -19,7 +19,8 @@ class Seconds(NamedTuple):
     """The seconds of rounds. Several requests may share passes: they count all sequences of a pass.
 
     `passes` of the target, over nodes; `plain`: whole rounds without a draft, over sequences; `drafts`: draft passes by
-    source, over the nodes that all sequences have on a level; `other`: a round's seconds that are none of these.
+    source, over the nodes that all sequences have on a level, and the tokens of their texts that it reads along;
+    `other`: a round's seconds that are none of these.
 
     The rest describes the last rounds. Nodes of one sequence: `roots` without a draft (its live branches),
     `level_nodes` per level of its draft, `widest_nodes` in the widest pass of late. `other_seqs` of other requests, of
@@ -123,7 +124,7 @@ class Seconds(NamedTuple):
         source, levels = longest.source, max(longest.depth, 1)
         if source not in sources:
             return self.drafts
-        nodes = sum(max(seq.drafted, 1) for seq in everyone if seq.source == source) / levels
+        nodes = sum(max(seq.drafted, 1) + seq.read for seq in everyone if seq.source == source) / levels
         fit, seconds = self.drafts.get(source, LinearFit()), round.draft_seconds / levels
         if read and (not fit.weight or seconds >= fit.at(nodes)):
             return self.drafts
