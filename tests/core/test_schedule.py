@@ -539,6 +539,14 @@ def test_a_look_of_asked_branches_has_them_all() -> None:
     assert (budget.limit, budget.branches) == (1, 8)
 
 
+def test_what_was_measured_outweighs_the_prior() -> None:
+    """Passes over experts take a quarter more for each node. (More than half of it was lost: trees were too large.)"""
+    passes = LinearFit(steepness=0.02, trust=8.0)
+    for nodes in (1, 4, 6) * 5:
+        passes = passes.add(nodes, 1.0 + 0.25 * (nodes - 1))
+    assert passes.slope == pytest.approx(0.25, rel=0.15)
+
+
 def test_wide_passes_are_no_stalls() -> None:
     """Ten times the nodes may take ten times as long. (They counted as three passes, and trees went on for long.)"""
     passes = LinearFit()

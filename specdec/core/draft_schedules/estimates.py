@@ -140,8 +140,8 @@ class LinearFit(NamedTuple):
         """Seconds of one more node in a pass."""
         mean_n, mean_s = self.nodes / self.weight, self.seconds / self.weight
         prior = self.trust * self.steepness * mean_s
-        variance = max(self.squares / self.weight - mean_n**2, 0.0)
-        covariance = self.products / self.weight - mean_n * mean_s
+        variance = max(self.squares - mean_n * self.nodes, 0.0)
+        covariance = self.products - mean_n * self.seconds
         fitted = (covariance + prior) / (variance + self.trust)
         return min(max(fitted, _LEAST * mean_s), mean_s / max(mean_n, 1.0))
 
