@@ -124,9 +124,11 @@ def _is_sound(value: Any) -> bool:
 
 
 def _faded(line: LinearFit) -> LinearFit:
-    """The same line with a weight of at most `_WEIGHT`, so that new passes soon count more."""
-    share = _WEIGHT / max(line.weight, _WEIGHT)
-    return LinearFit._make((*(share * value for value in line[:5]), *line[5:]))  # the sums, and the prior
+    """The same line with a weight of at most `_WEIGHT`, so that new passes soon count more; its slope is the prior."""
+    if line.weight <= _WEIGHT:
+        return line
+    sums, mean = [_WEIGHT / line.weight * value for value in line[:5]], line.seconds / line.weight
+    return LinearFit(*sums, steepness=line.slope / mean, trust=line.trust)
 
 
 def write_costs(last: LastPacings, odds: Odds | None) -> None:

@@ -221,7 +221,7 @@ def test_seconds_of_an_earlier_program_soon_count_little(folder: Path, folders: 
         seconds = learned(second).seconds
         lines = [seconds.passes, seconds.plain, *seconds.drafts.values()]
         assert max(line.weight for line in lines) < 1.6 < before.passes.weight
-        assert seconds.passes.at(3) == pytest.approx(before.passes.at(3))
+        assert seconds.passes.slope == pytest.approx(before.passes.slope, rel=0.2)
 
 
 def test_kinds_of_call_share_the_odds(folder: Path, folders: tuple[str, str]) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from specdec.core.budget import Budget
-from specdec.core.draft_schedules.estimates import Acceptance
+from specdec.core.draft_schedules.estimates import Acceptance, LinearFit
 from specdec.core.draft_schedules.fixed import MOST_NODES, ScheduleSetup, check_nodes
 from specdec.core.draft_schedules.pause import Pause
 from specdec.core.draft_schedules.seconds import Seconds, everyone_in, is_noticed, was_tried
@@ -99,7 +99,9 @@ class Cost:
     def fresh(self, k: int, branches: int | None = None, widest: int | None = None, *, offloaded: bool = False) -> Self:
         """All that was learned, for a request with these bounds; little of the last rate, since texts differ."""
         prior = _OFFLOADED if offloaded else _IN_MEMORY
-        passes = self.seconds.passes._replace(steepness=prior.steepness, trust=prior.trust)
+        passes = self.seconds.passes
+        if not passes.weight:
+            passes = LinearFit(steepness=prior.steepness, trust=prior.trust)
         return replace(
             self,
             k=k,
