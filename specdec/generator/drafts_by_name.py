@@ -301,8 +301,8 @@ def loaded(draft: Any, how: Loading, *, name: str = "draft") -> Any:
     if how.gguf_file is None and head_kind(source, how.revision, argument=name) is not None:
         model = HeadAt(str(source), how)
     else:
-        check_split_rule(source, how)
-        model = LoadedModel(load_model(source, how, name=name), tokenizer_beside(str(source), **how.beside))
+        reader, language = check_split_rule(source, how), load_model(source, how, name=name)
+        model = LoadedModel(language, tokenizer_beside(str(source), reader=reader, **how.beside))
     return model if word is None else (word, model)
 
 

@@ -85,11 +85,10 @@ class SpecGenerator:
         check_tokenizer("tokenizer", tokenizer)
         self._defaults, self._task, wish = check_defaults(options), task, MemoryWish.read(memory)
         how = Loading(backend=backend, exactness=exactness)
-        if tokenizer is None:
-            check_split_rule(target, how)
+        reader = check_split_rule(target, how) if tokenizer is None else None
         self.target = language_model(target, "target", how)
         if tokenizer is None and isinstance(target, str | PathLike):  # after the model, whose error gives the reason
-            tokenizer = tokenizer_beside(str(target), sees=self.target.sees)
+            tokenizer = tokenizer_beside(str(target), sees=self.target.sees, reader=reader)
         self.tokenizer, self.processor = split_processor(tokenizer)
         self.memory, self.grammars = wish.make(self.tokenizer), Grammars(self.target.vocab_size)
         self._drafts = Drafts(self.target, backend=backend, memory=self.memory)
@@ -126,14 +125,13 @@ class SpecGenerator:
         check_defaults(options)
         _prefixes(prefix_cache)  # raises before anything is loaded
         wish = MemoryWish.read(memory)
-        if tokenizer is None:
-            check_split_rule(target, how)
+        reader = check_split_rule(target, how) if tokenizer is None else None
         unloaded, draft = draft, loaded(draft, how.of_draft(draft_options))
         if draft_options and draft is unloaded:
             raise OptionError("`draft_options` load a draft model, and `draft` names none: leave them out")
         model = language_model(target, "target", how)
         if tokenizer is None and isinstance(target, str | PathLike):  # after the model, whose error gives the reason
-            tokenizer = tokenizer_beside(str(target), sees=model.sees, **how.beside)
+            tokenizer = tokenizer_beside(str(target), sees=model.sees, reader=reader, **how.beside)
         return cls(
             model,
             draft,

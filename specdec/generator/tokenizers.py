@@ -15,7 +15,7 @@ from transformers import AutoProcessor, AutoTokenizer
 
 from specdec.errors import OptionError
 from specdec.generator.token_bytes import TokenBytes
-from specdec.models.gguf import GgufReader
+from specdec.models.gguf.reader import GgufReader, open_gguf
 from specdec.models.gguf.split_rules import split_rule
 from specdec.models.gguf.tokenizer import read_tokenizer
 from specdec.models.hf.private_api import cached
@@ -55,14 +55,19 @@ def ids_of(tokenizer: Any, text: str, **how: Any) -> list[int]:
 
 
 def tokenizer_beside(
-    source: str, *, sees: bool = False, gguf_file: str | PathLike[str] | None = None, **options: Any
+    source: str,
+    *,
+    sees: bool = False,
+    gguf_file: str | PathLike[str] | None = None,
+    reader: GgufReader | None = None,
+    **options: Any,
 ) -> Any:
     """The tokenizer in the folder or hub repository of a model, or of a `zoo:` pair; None where none exists.
 
-    For a GGUF file without a tokenizer beside it: the tokenizer in the file. For a model that `sees`: its processor, if
-    the processor works here. Without any of the `FILES` there is no tokenizer, although some classes would make an
-    empty one. A tokenizer that cannot be read is a warning, and None: the model still takes ids. Raises
-    UnsupportedError for a GGUF file whose rule for splitting texts is not known.
+    For a GGUF file without a tokenizer beside it: the tokenizer in the file, which `reader` may have open. For a model
+    that `sees`: its processor, if the processor works here. Without any of the `FILES` there is no tokenizer, although
+    some classes would make an empty one. A tokenizer that cannot be read is a warning, and None: the model still takes
+    ids. Raises UnsupportedError for a GGUF file whose rule for splitting texts is not known.
     """
     folder, file_name = split_gguf(bundled_models.locate(source, "target"))  # a pair has one tokenizer
     file = file_name or gguf_file
@@ -79,25 +84,30 @@ def tokenizer_beside(
             way_out = "pass `tokenizer=`, or token ids alone"
             warnings.warn(f"the tokenizer of {source} cannot be read ({reason}): {way_out}", stacklevel=2)
     if file is not None and find_spec("gguf") is not None:
-        return _tokenizer_inside(source, gguf_path(folder, str(file), options.get("revision")))
+        return _tokenizer_inside(source, reader or open_gguf(gguf_path(folder, str(file), options.get("revision"))))
     return None
 
 
-def check_split_rule(source: Any, how: Loading) -> None:
-    """Raises UnsupportedError for a GGUF file whose tokenizer splits texts by an unknown rule, before it is loaded."""
+def check_split_rule(source: Any, how: Loading) -> GgufReader | None:
+    """Raises UnsupportedError for a GGUF file whose tokenizer splits texts by an unknown rule, before it is loaded.
+
+    Returns the file's reader, None for other sources. Whoever holds it while the model and its tokenizer are loaded
+    (`open_gguf`) has its header read once.
+    """
     if not isinstance(source, str | PathLike) or find_spec("gguf") is None:
-        return
+        return None
     folder, file_name = split_gguf(bundled_models.locate(str(source), "target"))
     file = file_name or how.gguf_file
-    if file and not _has_tokenizer(folder, how.revision) and Path(folder, file).is_file():
-        keys = GgufReader(gguf_path(folder, str(file), how.revision)).keys
-        if keys.get("tokenizer.ggml.model") == "gpt2":
-            split_rule(keys.get("tokenizer.ggml.pre"))
+    if not file or _has_tokenizer(folder, how.revision) or not Path(folder, file).is_file():
+        return None
+    reader = open_gguf(gguf_path(folder, str(file), how.revision))
+    if reader.keys.get("tokenizer.ggml.model") == "gpt2":
+        split_rule(reader.keys.get("tokenizer.ggml.pre"))
+    return reader
 
 
-def _tokenizer_inside(source: str, path: Path) -> Any:
+def _tokenizer_inside(source: str, reader: GgufReader) -> Any:
     """The tokenizer in a GGUF file; None for a file without one, and with a warning for kinds that cannot be read."""
-    reader = GgufReader(path)
     kind = reader.keys.get("tokenizer.ggml.model", "none")
     tokenizer = read_tokenizer(reader)
     if tokenizer is None and kind not in ("none", "no_vocab"):

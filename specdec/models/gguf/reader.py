@@ -16,6 +16,7 @@ from math import prod
 from os import PathLike
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -172,6 +173,16 @@ class GgufReader:
 
     def _broken(self, reason: str) -> LoadError:
         return LoadError(f"{self.path} is no readable GGUF file: {reason}; download or make it again")
+
+
+_open: WeakValueDictionary[tuple[str, int, int], GgufReader] = WeakValueDictionary()
+
+
+def open_gguf(path: Path) -> GgufReader:
+    """The reader of a file, the same one while anybody holds it: a header with a vocabulary takes long to read."""
+    state = path.stat()
+    key = str(path), state.st_size, state.st_mtime_ns
+    return _open.get(key) or _open.setdefault(key, GgufReader(path))
 
 
 def part_names(path: str) -> list[str]:

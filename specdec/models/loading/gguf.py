@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 from specdec.errors import OptionError, UnsupportedError
 from specdec.models.gguf import GgufReader, read_config, read_model
 from specdec.models.gguf.end_tokens import special_ids
-from specdec.models.gguf.reader import part_names
+from specdec.models.gguf.reader import open_gguf, part_names
 from specdec.models.hf.private_api import cached
 from specdec.options.load import is_gguf
 
@@ -39,7 +39,7 @@ class GgufFile:
         if find_spec("gguf") is None:
             raise UnsupportedError("`gguf_file` needs the package gguf: pip install -e '.[gguf]'")
         self._folder, self._revision = folder, revision
-        self._reader = GgufReader(gguf_path(folder, name, revision))
+        self._reader = open_gguf(gguf_path(folder, name, revision))
         # The matrices' types: vectors are always float32.
         halves = {tensor.tensor_type.name for tensor in self._reader.tensors.values()} - {"F32"}
         self.dtype = _FLOATS.get(halves.pop(), torch.float32) if len(halves) == 1 else torch.float32

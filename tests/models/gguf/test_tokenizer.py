@@ -8,7 +8,9 @@ from tokenizers import normalizers
 
 from specdec import LoadError, SpecGenerator
 from specdec.generator.tokenizers import decode, tokenizer_beside
+from specdec.models.gguf import GgufReader
 from specdec.models.gguf.tokenizer import read_tokenizer
+from tests.folders import byte_tokenizer
 from tests.models.gguf.files import byte_vocabulary, reader, word_vocabulary
 from tests.models.gguf.models import KINDS, model_of, saved
 
@@ -143,6 +145,18 @@ def test_files_without_a_tokenizer(keys: dict[str, Any], tmp_path: Path) -> None
     generator = SpecGenerator(path)
     assert generator.tokenizer is None
     assert generator.generate([[3, 4, 5]], max_new_tokens=2).sequences.shape == (1, 5)
+
+
+@pytest.mark.parametrize("draft", [False, True])
+def test_a_header_is_read_once(draft: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the split rule, the model and the tokenizer, which read it one after the other, a third of a second each."""
+    kind = KINDS["llama"]
+    path, reads = saved(tmp_path / "a.gguf", kind, model_of(kind, vocab_size=256), BYTES), list[str]()
+    read = GgufReader._read
+    monkeypatch.setattr(GgufReader, "_read", lambda self: (reads.append(self.path), read(self)))
+    generator = SpecGenerator("zoo:python-code", path, tokenizer=byte_tokenizer()) if draft else SpecGenerator(path)
+    assert generator.tokenizer is not None
+    assert reads == [path]
 
 
 def test_kinds_that_cannot_be_read(tmp_path: Path) -> None:
