@@ -52,7 +52,7 @@ class MemoryBudget:
         seqs = [seq for request in requests for seq in request.seqs]
         longest = max((seq.most_positions for seq in seqs), default=0)
         widest = max((request.most_nodes(seq) for request in requests for seq in request.seqs), default=1)
-        return sum(len(seq.batch_seqs) for seq in seqs), longest + widest + 2
+        return sum(len(seq.batch_seqs) for seq in seqs), longest + widest + 1
 
     def ample(self, requests: Sequence[Request]) -> tuple[int, int]:
         """The bounds, or earlier, larger ones while they take at most half of the limit.

@@ -122,8 +122,8 @@ class KvBuffers(Cache):  # type: ignore[misc]
         """Sets where the next pass writes, from row `first` on; buffers grow here, never inside a forward."""
         self.first, self.start, self.end, self.columns = first, layout.start, layout.end, layout.columns
         self._node_index = {}
-        if self.end >= self.capacity:
-            self._widen(self.end + 1)
+        if self.end > self.capacity:
+            self._widen(self.end)
         for row, columns_of_row in enumerate(layout.maps, first):
             self._written[row] = max(self._written[row], columns_of_row.top + layout.nodes)
 
@@ -134,8 +134,8 @@ class KvBuffers(Cache):  # type: ignore[misc]
 
     def extend(self, row: int, end: int) -> None:
         """Makes room for the columns of a row up to `end`, which a pass will write."""
-        if end >= self.capacity:
-            self._widen(end + 1)
+        if end > self.capacity:
+            self._widen(end)
         self._written[row] = max(self._written[row], end)
 
     def pairs(self, widths: Sequence[tuple[int, int, int]] = (), like: Tensor | None = None) -> list[Pair]:
@@ -152,7 +152,7 @@ class KvBuffers(Cache):  # type: ignore[misc]
 
     def reserve(self, rows: int) -> None:
         if rows > self.row_capacity and self.bounds is not None:
-            columns = min(self.capacity, max(self.bounds[1], self._held() + 1))
+            columns = min(self.capacity, max(self.bounds[1], self._held()))
             self._resize(min(max(rows, 2 * self.row_capacity), max(rows, self.bounds[0])), columns)
         elif rows > self.row_capacity:
             self._resize(*self._ample(max(rows, 2 * self.row_capacity), self.capacity))
@@ -161,7 +161,7 @@ class KvBuffers(Cache):  # type: ignore[misc]
     def bound(self, rows: int, columns: int) -> None:
         self.bounds = (rows, columns)
         if self.row_capacity * self.capacity > rows * columns:
-            capacity = min(self.capacity, max(columns, self._held() + 1))
+            capacity = min(self.capacity, max(columns, self._held()))
             self._resize(min(self.row_capacity, max(rows, len(self._written))), capacity)
 
     def shrink(self, rows: int) -> None:
@@ -172,7 +172,7 @@ class KvBuffers(Cache):  # type: ignore[misc]
                     layer.buffers, layer.is_initialized = None, False
                 self._pairs, self.row_capacity, self.capacity = [], 0, _FIRST_CAPACITY
         elif self.bytes > self.spare_bytes and 4 * sum(self._written) * self._column_bytes <= self.bytes:
-            self._resize(*self._ample(2 * rows, max(_FIRST_CAPACITY, self._held() + 1)))
+            self._resize(*self._ample(2 * rows, max(_FIRST_CAPACITY, self._held())))
 
     def clear_row(self, row: int) -> None:
         """Zeros the last row, which a new row will reuse."""
