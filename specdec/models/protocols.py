@@ -59,7 +59,8 @@ class Capability:
     one pass takes several more tokens of a text. `boundary`: the length of text where rotary scaling changes; each node
     then has its own span (`rotary`). `cache_reset_length`: the length beyond which the library drops its cache, once,
     and reads the text again. `padding`: the padding id after which positions count, and which is the position of each
-    padding token; None where they count from 0 (`places`). `reason`: why, for errors and reports.
+    padding token; None where they count from 0 (`places`). `records`: passes may be recorded, and repeated for other
+    tokens. `reason`: why, for errors and reports.
     """
 
     cache_kind: CacheKind
@@ -71,6 +72,7 @@ class Capability:
     cache_reset_length: int | None = None
     inputs: Literal["ids", "embeds"] = "ids"
     padding: int | None = None
+    records: bool = True
     reason: str = ""
 
     def places(self, ids: Tensor, positions: Tensor) -> Tensor:

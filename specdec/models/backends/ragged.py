@@ -51,7 +51,7 @@ class RaggedForward:
     def recorded(self) -> Any:
         """What runs passes without Python, which would not call what a caller changed in a model; None: nothing."""
         changed = runs_other_code(self._language.model) and not self._language.is_owned
-        return None if changed else record(self.fused)
+        return None if changed or not self._language.capability.records else record(self.fused)
 
     def __call__(
         self, inputs: PassInputs, layers: bool | Sequence[int] = ()

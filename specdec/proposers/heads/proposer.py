@@ -41,11 +41,9 @@ class HeadDraft(Draft):
     ) -> None:
         self._proposer = proposer or HeadProposer
         self.hidden_layers, self.source = tuple(hidden_layers), source
-        capability = Capability("kv", "ids", "dict", stage.kinds, inputs="embeds")
+        capability = Capability("kv", "ids", "dict", stage.kinds, inputs="embeds", records=stage.records)
         # It owns its weights, so that they may be packed.
         self.model = LanguageModel(stage.eval(), backend=backend, owned=True, capability=capability)
-        if self.model.ragged is not None and not stage.records:
-            self.model.ragged.recorded = None
         self.models = [self.model]
 
     def __repr__(self) -> str:
