@@ -160,9 +160,9 @@ class DraftTask:
     `sampler` turns the draft's logits into guesses. `ends`: tokens that end a text, after which a guess is useless.
     Sequences of one `source` continue the same input. `inputs` `[inputs, ...]`: the encoder's inputs, of which the
     sequence reads row `encoder_row`, for a draft with its own encoder. `pictures` begin the prompt, for a draft that
-    sees. `allowed(text, tokens)`: how many of `tokens` processors allow after a text, where they need no logits for
-    that. `forced(text)`: the tokens that alone may follow a text. `salt`: sequences of different salts do not see each
-    other's texts.
+    sees. `allowed`: functions `(text, tokens)` of processors, which need no logits to say how many of `tokens` may
+    follow. `forced`: functions of a text that return the tokens that alone may follow. `salt`: sequences of different
+    salts do not see each other's texts.
     """
 
     sampler: Sampler
@@ -171,8 +171,8 @@ class DraftTask:
     inputs: Mapping[str, Tensor] | None = None
     encoder_row: int = 0
     pictures: Pictures | None = None
-    allowed: Callable[[Sequence[int], Sequence[int]], int] | None = None
-    forced: Callable[[Sequence[int]], list[int]] | None = None
+    allowed: Sequence[Callable[[Sequence[int], Sequence[int]], int]] = ()
+    forced: Sequence[Callable[[Sequence[int]], list[int]]] = ()
     salt: str = ""
 
 

@@ -139,13 +139,14 @@ class OpenDrafts:
 
         A draft that runs a model is asked, too, where fewer tokens are forced than it mostly guesses.
         """
-        forced, vocab, copies = seq.task.forced, self._model.vocab_size, list[int]()
-        if forced is None or budget.limit <= 0:
+        vocab, copies = self._model.vocab_size, list[int]()
+        if not seq.task.forced or budget.limit <= 0:
             return {}
 
         def guess(tail: list[int]) -> tuple[list[int], list[float]]:
-            tokens = token_ids(forced(seq.tokens + tail), seq.remaining, vocab, "`forced` of a processor")
-            tokens = known_tokens(tokens, vocab, seq.task.ends)
+            answers = (forced(seq.tokens + tail) for forced in seq.task.forced)
+            chains = [token_ids(one, seq.remaining, vocab, "`forced` of a processor") for one in answers]
+            tokens = known_tokens(max(chains, key=len), vocab, seq.task.ends)
             if len(tokens) < (1 if opened.draft.instant else _ENOUGH):
                 return [], []
             more, sure = opened.proposer.after(seq, tail + tokens, max(budget.limit - len(tokens), 0))
@@ -249,10 +250,9 @@ class OpenDrafts:
 
 def _allowed(seq: RunningSequence, tree: Tree) -> Tree:
     """A guess for a text before the first token that processors forbid."""
-    allowed = seq.task.allowed
-    if allowed is None or not tree.tokens or not tree.is_chain or tree.q is not None or seq.tree.tokens:
+    if not seq.task.allowed or not tree.tokens or not tree.is_chain or tree.q is not None or seq.tree.tokens:
         return tree
-    count = allowed(seq.tokens, tree.tokens)
+    count = min(allowed(seq.tokens, tree.tokens) for allowed in seq.task.allowed)
     return Tree.chain(tree.tokens[:count], tree.confidence and tree.confidence[:count], source=tree.source)
 
 

@@ -239,7 +239,8 @@ class Call:
             encoder_row=r // o.copies,
             pictures=None if prompt.pictures is None or prompt.pictures.before else prompt.pictures,
             salt=self.extras.cache_salt or "",
-            **{name: next(methods(processors, name), None) for name in ("allowed", "forced")},
+            allowed=[*methods(processors, "allowed")],
+            forced=[*methods(processors, "forced")],
         )
         common: dict[str, Any] = {"max_length": stop.max_length, "device": device, "task": task}
         return RunningSequence(

@@ -166,10 +166,10 @@ def test_wrong_forced_tokens_are_told(tokens: Any) -> None:
 
 
 def test_forced_tokens_stop_at_the_end() -> None:
-    """Those behind an end were proposed, and every forced token was checked against the form again."""
+    """Those behind an end were proposed, every forced token was checked again, and only the first processor asked."""
     gen = generator_of("none")
     plain = gen.generate("ab", max_new_tokens=8, eos_token_id=2)
-    out = gen.generate("ab", max_new_tokens=8, eos_token_id=2, logits_processor=[Forcing([2] * 5)])
+    out = gen.generate("ab", max_new_tokens=8, eos_token_id=2, logits_processor=[Forcing([]), Forcing([2] * 5)])
     assert out.texts == plain.texts
     assert out.stats is not None
     assert {*out.stats.per_step_drafted} == {1}
