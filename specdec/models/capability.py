@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from specdec.models.hf.tiny_models import SIZES
 from specdec.models.protocols import AttentionKind, Capability, Positions
 from specdec.options.fields import is_list, is_whole
 
@@ -14,14 +13,6 @@ REPLAY: dict[str, str] = dict.fromkeys(
     "its recurrent state cannot be cut back, only restored",
 )
 COUNTS_COLUMNS = {"gpt_neo", "mpt"}  # whose attention counts columns of the cache, not positions
-
-# model_type -> how a family's models get positions; families with a tiny model keep plain keys and values.
-KV: dict[str, Positions] = {
-    **dict.fromkeys(SIZES.keys() - COUNTS_COLUMNS, "ids"),
-    **dict.fromkeys(["bart", "mbart", "pegasus", "marian", "blenderbot", "m2m_100"], "embedding"),
-    **dict.fromkeys(["t5", "mt5", "umt5"], "bias"),
-    "bloom": "alibi",
-}  # type: ignore[assignment]
 
 # These continue a text at a mask token, which transformers' `generate` appends for each pass and a cache cannot hold.
 AT_MASKS = {"xlm", "xlnet", "flaubert"}
@@ -69,18 +60,6 @@ def cache_reset_length(config: Any) -> int | None:
     """The length beyond which a text is read again; None if that cannot matter."""
     resets = config.model_type in _REREADING and rope_boundary(config) is not None
     return getattr(config, "original_max_position_embeddings", None) if resets else None
-
-
-def known(config: Any) -> Capability | None:
-    """The capability of a known architecture, from its text config; None for unknown ones."""
-    model_type = config.model_type
-    if model_type in COUNTS_COLUMNS or (model_type == "falcon" and config.alibi):
-        return Capability("replay", reason="its attention counts columns of the cache, not positions")
-    kinds = attention_kinds(config)
-    positions = KV.get(model_type)
-    if positions is None or kinds is None:
-        return None
-    return kv_capability(positions, kinds)
 
 
 def kv_capability(positions: Positions, kinds: tuple[AttentionKind, ...]) -> Capability:

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import random
-import warnings
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
 
 from specdec.core.tree import Tree
 from specdec.core.work import Work
 from specdec.errors import UnsupportedError
 from specdec.models.cache.recurrent_state import MODULE_STATE, module_state, set_module_state
-from specdec.models.capability import REPLAY, attention_kinds, known, kv_capability
+from specdec.models.capability import COUNTS_COLUMNS, REPLAY, attention_kinds, kv_capability
 from specdec.models.encoding import Encoding
 from specdec.models.hf.private_api import TAKES_MASKS, attention_of
 from specdec.models.hf.probe_cache import holds
 from specdec.models.hf.sides import source_width
-from specdec.models.hf.tiny_models import tiny_alike, tiny_model
+from specdec.models.hf.tiny_models import SIZES, tiny_alike, tiny_model
 from specdec.models.hf.wrappers import decoder_config, position_padding
 from specdec.models.protocols import Capability, ModelSpec, Positions
 
@@ -33,17 +32,19 @@ _FRAMES = 5  # of a trial encoding
 
 
 def find_capability(language: ModelSpec) -> Capability:
-    """The known capability of the family, if a tiny model of it runs so with these libraries, else that of `probe`.
+    """How a model runs: as tiny ones of its family and class do, which are tried once with these libraries, or probed.
 
-    What is known of a family holds for models of the class that was tried: around a decoder of a known family, a class
-    that wraps it is tried too. Warns if the libraries have changed, or no tiny model can be built.
+    What holds for a tiny decoder of the family must hold for a tiny model of the class, too, which may wrap it.
     """
-    capability = known(language.config)
-    if capability is None:
-        return probe(language)
-    names = [type(language.model).__name__, language.config.model_type, capability.cache_kind]
-    what = " ".join([*names, *_attention(language).values()])
-    return capability if holds(what, lambda: _known_holds(language, capability)) else probe(language)
+    config, kinds = language.config, attention_kinds(language.config)
+    if config.model_type in COUNTS_COLUMNS or (config.model_type == "falcon" and config.alibi):
+        return Capability("replay", reason="its attention counts columns of the cache, not positions")
+    if config.model_type in SIZES and kinds is not None:
+        names = [type(language.model).__name__, config.model_type, *_attention(language).values()]
+        for style in _styles(language):
+            if holds(" ".join([*names, style]), partial(_tiny_runs, language, style)):
+                return kv_capability(style, kinds)
+    return probe(language)
 
 
 def _attention(language: ModelSpec) -> dict[str, str]:
@@ -52,28 +53,17 @@ def _attention(language: ModelSpec) -> dict[str, str]:
     return {"attn_implementation": attention} if attention in TAKES_MASKS else {}
 
 
-def _known_holds(language: ModelSpec, capability: Capability) -> bool | None:
-    """Whether tiny models of the family and of this class run as the family is known to; None if none can be built."""
-    family = language.config.model_type
-    options = {"alibi": language.config.alibi} if family == "falcon" else {}
-    try:
-        small = tiny_model(family, **_attention(language), **options)
-    except Exception as error:
-        _warn(f"no tiny {family!r} model can be built, so specdec cannot check how these models run ({error})")
-        return None
-    with torch.autocast("cpu", enabled=False):
-        if not _agrees(language, small, known(small.config) or capability):
-            _warn(f"{family!r} models do not run as specdec expects, so each of them is tried by itself")
-            return False
-        with suppress(Exception):  # whatever the library raises where it cannot build one
-            wrapper = tiny_alike(language.model, small)
-            return _agrees(language, wrapper, known(decoder_config(wrapper.config)) or capability)
+def _tiny_runs(language: ModelSpec, style: Positions) -> bool:
+    """Whether tiny models of the family and of this class run on keys and values, with positions in this style."""
+
+    def runs(model: Any) -> bool:
+        kinds = attention_kinds(decoder_config(model.config))
+        return kinds is not None and _agrees(language, model, kv_capability(style, kinds))
+
+    with suppress(Exception), torch.autocast("cpu", enabled=False):  # whatever the library raises where it builds none
+        small = tiny_model(language.config.model_type, **_attention(language))
+        return all(map(runs, {small, tiny_alike(language.model, small)}))
     return False
-
-
-def _warn(what: str) -> None:
-    releases = f"transformers {transformers.__version__} and torch {torch.__version__}"
-    warnings.warn(f"With {releases}, {what}", RuntimeWarning, stacklevel=2)
 
 
 def probe(language: ModelSpec) -> Capability:
