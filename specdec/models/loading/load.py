@@ -6,7 +6,7 @@ import logging
 import shutil
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -194,7 +194,8 @@ def _places(how: Loading) -> list[Any]:
 def _read(name: str, how: Loading, argument: str) -> Any:
     """The model of a checkpoint in eval mode, quantized and on its devices."""
     if how.gguf_file is not None:
-        return _read_gguf(name, how)
+        file = GgufFile(name, str(how.gguf_file), how.revision)
+        return _read_blocks(file.config, how, file.read)
     quantizer = make_quantizer(how.quantization)
     with offload_folder(how) as folder, warnings.catch_warnings():
         # The warning is wrong for weights outside of modules, which accelerate places well.
@@ -202,7 +203,8 @@ def _read(name: str, how: Loading, argument: str) -> Any:
         hub = {"revision": how.revision, "trust_remote_code": how.trust_remote_code}
         config = AutoConfig.from_pretrained(name, **hub)
         if is_packed_folder(config):
-            return _read_packed(name, config, how)
+            refuse_rounding(name, "packed", how)
+            return _read_blocks(config, how, partial(read_packed, name, config, revision=how.revision))
         quantizer = _stored_quantizer(name, config, how) or quantizer
         kind = _auto_class(config)
         places = device_map(how, kind, config)
@@ -241,22 +243,11 @@ def _stored_quantizer(name: str, config: Any, how: Loading) -> StoredIntegers | 
     return stored_quantizer(name, config, how) if _computes_on_cpu(how) else None
 
 
-def _read_gguf(name: str, how: Loading) -> Any:
-    """The model of a GGUF file, on its devices."""
-    file = GgufFile(name, str(how.gguf_file), how.revision)
-    dtype = _numbers(how, file.config, Quantizer())["dtype"]
-    dtype = file.dtype if dtype == "auto" else dtype
-    model = file.read(dtype, packs=_packs(how, dtype), rounds=how.activations != "float")
-    to_devices(model, how)
-    return model.eval()
-
-
-def _read_packed(name: str, config: Any, how: Loading) -> Any:
-    """The model of a packed folder, on its devices."""
-    refuse_rounding(name, "packed", how)
-    dtype = config.dtype if how.dtype == "auto" else _numbers(how, config, Quantizer())["dtype"]
-    packs, rounds = _packs(how, dtype), how.activations != "float"
-    model = read_packed(name, config, dtype, revision=how.revision, packs=packs, rounds=rounds)
+def _read_blocks(config: Any, how: Loading, read: Callable[..., Any]) -> Any:
+    """The model that `read` makes in host memory of blocks that are packed already, on its devices."""
+    dtype = _numbers(how, config, Quantizer())["dtype"]
+    dtype = config.dtype if dtype == "auto" else dtype
+    model = read(dtype=dtype, packs=_packs(how, dtype), rounds=how.activations != "float")
     to_devices(model, how)
     return model.eval()
 

@@ -1,7 +1,7 @@
 """Streams offloaded layers through a few buffers: the next layer is read while one computes.
 
-With accelerate's hooks the disk waits while a module computes. Here a layer is the unit: its bytes mostly lie side by
-side in the checkpoint, a thread reads them at once into a reused buffer, and layers that fit in memory stay there.
+With accelerate's hooks the disk waits while a module computes. Here a layer is the unit: a thread reads its weights one
+after the other into a reused buffer, and layers that fit in memory stay there.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 
 from specdec.errors import OptionError, UnsupportedError
 from specdec.models.hf.device_hooks import detach, execution_device
-from specdec.models.loading.weight_files import ALIGNED, Files, Stored, aligned
+from specdec.models.loading.weight_files import Files, Stored, aligned
 
 _BUFFERS = 2  # at most: one is read while the other computes
 
@@ -48,27 +49,13 @@ class Weight:
 
 
 class Layer:
-    """A module's weights in the order of their bytes, and the contiguous runs of them."""
+    """A module's weights in the order of their bytes, and their first bytes in a buffer, which has `extent` bytes."""
 
     def __init__(self, module: nn.Module, weights: list[Weight]) -> None:
         self.module: Any = weakref.ref(module)
         self.weights = sorted(weights, key=lambda weight: (weight.stored.path, weight.stored.offset))
         self.nbytes = sum(weight.nbytes for weight in weights)
-        self.runs: list[tuple[str, int, int, int]] = []  # path, first byte in it, first byte in the buffer, length
-        self.begins: list[int] = []  # the weights' first bytes in the buffer
-        self.extent = 0
-        path, end = "", -1
-        for weight in self.weights:
-            stored = weight.stored
-            if (stored.path, stored.offset) == (path, end) and not self.extent % ALIGNED:
-                _, start, begin, length = self.runs.pop()
-                self.runs.append((path, start, begin, length + stored.nbytes))
-            else:
-                self.extent = aligned(self.extent)
-                self.runs.append((stored.path, stored.offset, self.extent, stored.nbytes))
-            self.begins.append(self.extent)
-            self.extent += stored.nbytes
-            path, end = stored.path, stored.offset + stored.nbytes
+        *self.begins, self.extent = accumulate((aligned(weight.stored.nbytes) for weight in self.weights), initial=0)
 
 
 class Buffer:
@@ -90,12 +77,12 @@ class Buffer:
 
     def fill(self, layer: Layer, files: Files) -> list[Tensor]:
         """Reads the layer; returns its weights."""
-        view = self.raw.numpy().data
-        for path, offset, begin, length in layer.runs:
-            files.read(path, offset, view[begin : begin + length])
         tensors, at = [], 0
         for weight, begin in zip(layer.weights, layer.begins, strict=True):
-            tensor, like = weight.stored.of(self.raw[begin : begin + weight.stored.nbytes]), weight.placeholder
+            stored, like = weight.stored, weight.placeholder
+            data = self.raw[begin : begin + stored.nbytes]
+            files.read(stored.path, stored.offset, data.numpy().data)
+            tensor = stored.of(data)
             if self.ready is not None:
                 tensor = self.ready[at : at + like.nbytes].view(like.dtype).view(like.shape).copy_(tensor)
                 at = aligned(at + like.nbytes)
