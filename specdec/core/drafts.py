@@ -109,7 +109,7 @@ class SequenceView(Protocol):
     def remaining(self) -> int: ...
 
     def prefix(self, extra: Sequence[int] = ()) -> Tensor:
-        """The text followed by `extra`, as ids `[1, length]` on the logits' device; valid until the next call."""
+        """The text followed by `extra`, as ids `[1, length]`; valid until the next call."""
 
 
 class Sampler(Protocol):

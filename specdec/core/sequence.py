@@ -49,7 +49,6 @@ class RunningSequence:
 
     tokens: list[int]
     max_length: int
-    device: torch.device
     task: DraftTask
     strategy: Any = None  # a `Strategy`; None of unconditional sequences
     returned: int = 1
@@ -79,7 +78,7 @@ class RunningSequence:
         self.prompt_length = self._written = len(self.tokens)
         self.num_embeds_only = 0 if self.embeds is None else len(self.embeds) - self.prompt_length
         self.num_embeds_only += 0 if self.pictures is None else self.pictures.before
-        self._ids = torch.tensor(self.tokens, dtype=torch.long, device=self.device)
+        self._ids = torch.tensor(self.tokens, dtype=torch.long)
         self.state: Any = None if self.strategy is None else self.strategy.begin()
         self.is_search: bool = self.strategy is not None and self.strategy.is_search
         # what the target runs for it: itself, and its unconditional sequence if it has one
@@ -139,7 +138,7 @@ class RunningSequence:
             self._ids = grown
         if total > self._written:
             fresh = [*self.tokens[self._written :], *extra]
-            self._ids[self._written : total] = torch.tensor(fresh, device=self.device)
+            self._ids[self._written : total] = torch.tensor(fresh)
             self._written = length
         return self._ids[:total][None]
 

@@ -85,10 +85,10 @@ class Work:
 class Logits:
     """The output of a pass for one `Work`.
 
-    `logits` `[num_logits, vocab]`: unprocessed. `unconditional`: the same of the unconditional sequence, under
-    guidance. `hidden_states` and `attentions`: per requested layer `[new nodes, width]` and `[heads, new nodes, text +
-    nodes]`, None for other layers. `passes`: the numbers of the passes that computed it. `cache`: results that the
-    strategy computed for all nodes at once.
+    `logits` `[num_logits, vocab]`: unprocessed; strategies get them in the CPU's memory. `unconditional`: the same of
+    the unconditional sequence, under guidance. `hidden_states` and `attentions`: per requested layer `[new nodes,
+    width]` and `[heads, new nodes, text + nodes]`, None for other layers. `passes`: the numbers of the passes that
+    computed it. `cache`: results that the strategy computed for all nodes at once.
     """
 
     work: Work

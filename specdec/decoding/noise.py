@@ -14,14 +14,12 @@ output bit with probability near 1/2. `argmax(log p + G)` is a draw from p (Gumb
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import reduce
 
 import torch
 from torch import Tensor
 
 from specdec import kernels
-from specdec.decoding import device_reads
 from specdec.errors import OptionError, SpecdecError
 
 COUPLED, ACCEPT, _RETIRED, DRAW, DRAFT, BEAMS = range(6)
@@ -70,21 +68,12 @@ def _mix32(x: Tensor) -> Tensor:
     return x
 
 
-def uniforms(address: int | Sequence[int], ids: Tensor) -> Tensor:
-    """One number in (0, 1) per token id, float64 with the shape of the int64 `ids`.
-
-    Several addresses `n` for ids `[vocab]` or `[n, vocab]` give numbers `[n, vocab]`.
-    """
-    low: int | Tensor
-    high: int | Tensor
-    if isinstance(address, int):
-        low, high = address & _MASK32, address >> 32
-    else:
-        low, high = torch.tensor([[a & _MASK32, a >> 32] for a in address], device=ids.device).T[..., None]
-    x = ids * _GOLDEN + low
+def uniforms(address: int, ids: Tensor) -> Tensor:
+    """One number in (0, 1) per token id, float64 with the shape of the int64 `ids`."""
+    x = ids * _GOLDEN + (address & _MASK32)
     x &= _MASK32
     x = _mix32(x)
-    h = _mix32(x ^ high)  # h and x, see the module: 32 bits each in int64
+    h = _mix32(x ^ (address >> 32))  # h and x, see the module: 32 bits each in int64
     h <<= 20
     h |= x & 0xFFFFF
     u = h.double()
@@ -93,34 +82,23 @@ def uniforms(address: int | Sequence[int], ids: Tensor) -> Tensor:
     return u
 
 
-def gumbel(address: int | Sequence[int], ids: Tensor) -> Tensor:
+def gumbel(address: int, ids: Tensor) -> Tensor:
     """Standard Gumbel noise per token id, float64, of the shape of `uniforms`."""
     return uniforms(address, ids).log_().neg_().log_().neg_()
 
 
 def draw(logits: Tensor, address: int) -> int:
-    """A token from `softmax(logits)`, `logits` `[vocab]`: the Gumbel-max draw at `address`."""
-    if device_reads.is_local(logits) and kernels.available():
+    """A token from `softmax(logits)`, `logits` `[vocab]`: the Gumbel-max draw at `address`; raises as `checked`."""
+    if kernels.available():
         return checked(int(kernels.gumbel_draws(logits.detach().float()[None], [address])))
-    return checked(int(draws(logits[None], [address])))
-
-
-def draws(logits: Tensor, addresses: Sequence[int]) -> Tensor:
-    """The tokens `[n]` that `draw` takes from `logits` `[n, vocab]`, without reading any value.
-
-    A token below 0 means that none could be drawn; `checked` raises then.
-    """
-    logits = device_reads.with_float64(logits)
-    noisy = gumbel(addresses, torch.arange(logits.shape[-1], device=logits.device))
-    noisy += logits
-    best, tokens = noisy.max(dim=-1)
-    return tokens.masked_fill(best == -torch.inf, EMPTY).masked_fill(best.isnan(), _BROKEN)
+    best, place = (gumbel(address, torch.arange(len(logits))) + logits).max(dim=-1)
+    return checked(_BROKEN if best.isnan() else EMPTY if best == -torch.inf else int(place))
 
 
 def checked(token: int) -> int:
-    """A token of `draws`; raises OptionError where none is left, SpecdecError for NaN."""
+    """A token that was chosen; raises OptionError where none is left, SpecdecError for NaN."""
     if token == EMPTY:
         raise OptionError(NONE_LEFT)
-    if token < 0:
+    if token == _BROKEN:
         raise SpecdecError(NOT_A_NUMBER)
     return token

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
 from typing import ClassVar
 
 import numpy as np
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from specdec.core.budget import Budget
 from specdec.core.drafts import Branch, Choice, Level, SequenceView
-from specdec.decoding import device_reads, noise
+from specdec.decoding import noise
 from specdec.decoding.processors import Processors
 
 WIDER = 2
@@ -34,7 +33,7 @@ def process(processors: Processors, seq: SequenceView, extra: Sequence[int], log
         return logits.float()
     if not processors.reads_ids:
         return processors(None, logits[None])[0]
-    return processors(seq.prefix(extra), logits[None], texts=[[*seq.tokens, *extra]])[0]
+    return processors(seq.prefix(extra), logits[None])[0]
 
 
 def process_all(processors: Processors, seq: SequenceView, extras: Sequence[Sequence[int]], logits: Tensor) -> Tensor:
@@ -54,39 +53,36 @@ def fit(logits: Tensor, width: int | None) -> Tensor:
     return torch.nn.functional.pad(logits, (0, width - have), value=float("-inf"))
 
 
+def first_best(values: Tensor) -> int:
+    """The index of the largest of `values` `[vocab]`, the first of equals; numpy takes a tenth of torch's time."""
+    return int(values.detach().float().numpy().argmax())
+
+
 def picked(scores: Tensor, address: int | None, *, confident: bool = True) -> tuple[int, float]:
     """A token of `scores` `[vocab]` float32, and its probability: the draw at `address`, or the likeliest (the first).
 
     The probability is 1 unless `confident`, and NaN where the largest score is not finite.
     """
-    if device_reads.is_local(scores):  # numpy takes a tenth of torch's time for one row
-        values = scores.detach().numpy()
-        token = int(values.argmax())
-        highest = values[token]
-        if not math.isfinite(highest):
-            return token, math.nan
-        if address is not None:
-            token = noise.draw(scores, address)
-        return token, float(np.exp(values[token] - highest) / np.exp(values - highest).sum()) if confident else 1.0
-    best = scores.max(dim=-1)
-    tokens = best.indices[None] if address is None else noise.draws(scores[None], [address]).to(scores.device)
-    chosen = scores.gather(-1, tokens.clamp(min=0))
-    prob = torch.exp(chosen - scores.logsumexp(-1)) if confident else torch.ones_like(chosen)
-    [number], [sure], [highest] = device_reads.read(tokens, prob, best.values[None])
-    return int(number), sure if math.isfinite(highest) else math.nan
+    values, token = scores.detach().numpy(), first_best(scores)
+    highest = values[token]
+    if not math.isfinite(highest):
+        return token, math.nan
+    if address is not None:
+        token = noise.draw(scores, address)
+    return token, float(np.exp(values[token] - highest) / np.exp(values - highest).sum()) if confident else 1.0
 
 
 def likeliest_children(scores: Tensor, ends: Sequence[Branch], budget: Budget) -> Level:
     """The children of `ends` with the largest joint probability, from log-probabilities `scores` `[ends, vocab]`."""
-    total = scores + torch.tensor([end.score for end in ends], device=scores.device)[:, None]
+    total = scores + torch.tensor([end.score for end in ends])[:, None]
     count = WIDER * (budget.branches or 1)
     top, places = total.flatten().topk(min(count, total.numel()))
     vocab = scores.shape[1]
     children = []
-    for score, place in zip(*device_reads.read(top, places), strict=True):
+    for score, place in zip(top.tolist(), places.tolist(), strict=True):
         if not math.isfinite(score):
             break
-        i, token = divmod(int(place), vocab)
+        i, token = divmod(place, vocab)
         path = [*ends[i].chances, min(math.exp(score - ends[i].score), 1.0)]
         if budget.keep(path):
             children.append((i, Branch([*ends[i].tokens, token], score, path[-1], path)))
@@ -99,7 +95,7 @@ def noisy(scores: Tensor, address: int) -> Tensor:
     Only each row's `_CANDIDATES` likeliest tokens are considered; a draft may approximate.
     """
     likeliest, ids = scores.topk(min(_CANDIDATES, scores.shape[1]))
-    loud = likeliest + noise.gumbel(address, device_reads.with_float64(ids)).to(likeliest.dtype).to(likeliest.device)
+    loud = likeliest + noise.gumbel(address, ids).to(likeliest.dtype)
     return torch.full_like(scores, -torch.inf).scatter_(1, ids, torch.log_softmax(loud, dim=-1))
 
 
@@ -121,20 +117,14 @@ def draw_children(scores: Tensor, ends: Sequence[Branch], budget: Budget, addres
 
 def _drawn(scores: Tensor, end: Branch, share: int, address: int) -> list[tuple[int, Tensor]]:
     """Up to `share` tokens after `end`, each with the q `[vocab]` that it was drawn from, from `scores` `[vocab]`."""
-    remaining, drawn, qs, local = scores, list[Tensor](), list[Tensor](), device_reads.is_local(scores)
+    remaining, drawn = scores, list[tuple[int, Tensor]]()
     for order in range(share):
-        key = noise.key(address, len(end.tokens), *end.tokens, order)
-        if local and not math.isfinite(float(remaining.max())):
+        if not math.isfinite(float(remaining.max())):
             break
-        drawn.append(
-            torch.tensor([noise.draw(remaining, key)])
-            if local
-            else noise.draws(remaining[None], [key]).to(remaining.device)
-        )
-        qs.append(torch.softmax(remaining, dim=-1))
-        remaining = remaining.scatter(0, drawn[-1].clamp(min=0), -torch.inf)
-    tokens = torch.cat(drawn).tolist() if drawn else []  # one read for all; below 0: nothing was left to draw
-    return list(takewhile(lambda pair: pair[0] >= 0, zip(tokens, qs, strict=True)))
+        token = noise.draw(remaining, noise.key(address, len(end.tokens), *end.tokens, order))
+        drawn.append((token, torch.softmax(remaining, dim=-1)))
+        remaining = remaining.scatter(0, torch.tensor([token]), -torch.inf)
+    return drawn
 
 
 def _order_chance(order: int) -> float:

@@ -89,7 +89,7 @@ class StopTexts:
 
     def __call__(self, ids: Tensor, scores: Any, **_: Any) -> Tensor:
         """Whether each of the texts `ids` `[n, length]` ends here, `[n]`."""
-        return torch.tensor([self._ends(text) for text in ids], device=ids.device)
+        return torch.tensor([self._ends(text) for text in ids])
 
     def _ends(self, ids: Tensor) -> bool:
         tail = self._decode(ids[max(len(ids) - self._tail, self._prompt(ids)) :].tolist())

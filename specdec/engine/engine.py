@@ -15,8 +15,6 @@ from dataclasses import replace
 from functools import partial
 from time import perf_counter
 
-import torch
-
 from specdec.core.outcome import Outcome, Round, SequenceRound, accept
 from specdec.core.sequence import RunningSequence
 from specdec.core.tree import EMPTY, Tree
@@ -107,12 +105,12 @@ class Engine:
         """One round: propose, run, accept, commit. With `chunk`: over at most so many tokens of unread prompts each."""
         began = perf_counter()
         proposals = self._propose(seqs, chunk)
-        after_draft = seconds_on(self.model.device)
+        after_draft = perf_counter()
         outcomes = self._run(seqs, proposals, chunk)
-        after_pass = seconds_on(self.model.device)
+        after_pass = perf_counter()
         nodes = sum(outcome.out.work.num_new for outcome in outcomes)
         outcomes = self._accept(outcomes)
-        after_choice = seconds_on(self.model.device)
+        after_choice = perf_counter()
         rounds = self._commit(outcomes)
         phases = after_draft - began, after_pass - after_draft, after_choice - after_pass
         self._deliver(outcomes, Round(rounds, nodes, *phases, perf_counter() - began))
@@ -152,8 +150,9 @@ class Engine:
             outputs = iter(self.session.run(together, hidden=every_layer or layers, attentions=attentions))
             for seq, seq_works in zip(seqs, works, strict=True):
                 out, *unconditional = [next(outputs) for _ in seq_works]
+                out.logits = out.logits.cpu()  # strategies read values one by one, and each read of a device waits
                 for second in unconditional:
-                    out = replace(out, unconditional=second.logits, passes=[*out.passes, *second.passes])
+                    out = replace(out, unconditional=second.logits.cpu(), passes=[*out.passes, *second.passes])
                 outcomes.append(Outcome(seq, seq_works, out))
         return outcomes
 
@@ -267,10 +266,3 @@ class Engine:
     def _finish(self, request: Request) -> None:
         request.pacing.users.discard(request)
         request.done = True
-
-
-def seconds_on(device: torch.device) -> float:
-    """The time, after waiting for the kernels of an accelerator."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-    return perf_counter()

@@ -222,7 +222,7 @@ class Call:
 
     def _sequence(self, r: int, serial: int, seed: int, criteria: Sequence[Any]) -> RunningSequence:
         """The sequence of row `r`, with its strategy and its draft's instructions."""
-        o, prompt, device = self.options, self.prompts.rows[r], self.target.device
+        o, prompt = self.options, self.prompts.rows[r]
         forced = frozenset(to_list(o.forced_eos_token_id))
         stop = Stopping(frozenset(o.eos_ids), (o.max_length or 0) - prompt.padding, criteria, forced)
         processors = [
@@ -242,7 +242,7 @@ class Call:
             allowed=[*methods(processors, "allowed")],
             forced=[*methods(processors, "forced")],
         )
-        common: dict[str, Any] = {"max_length": stop.max_length, "device": device, "task": task}
+        common: dict[str, Any] = {"max_length": stop.max_length, "task": task}
         return RunningSequence(
             tokens=list(prompt.tokens),
             strategy=strategy,
@@ -257,7 +257,7 @@ class Call:
         )
 
     def _strategy(self, row: int, prompt: RowPrompt, seed: int, stop: Stopping, extra: Sequence[Any]) -> Strategy:
-        o, device = self.options, self.target.device
+        o = self.options
         source = prompt.encoder_ids if self.target.is_encoder_decoder else prompt.tokens
         if prompt.embeds is not None:
             source = None  # as in transformers
@@ -266,11 +266,10 @@ class Call:
             prompt_length=len(prompt.tokens) + prompt.padding,
             padding=prompt.padding,
             eos_ids=o.eos_ids,
-            encoder_ids=None if source is None else torch.tensor([source], device=device),
+            encoder_ids=None if source is None else torch.tensor([source]),
             extra=extra,
             prefix_allowed_tokens_fn=self.extras.prefix_allowed_tokens_fn,
             row=row,
-            device=device,
             vocab_size=self.target.config.vocab_size,
             width=self.target.vocab_size,
         )

@@ -195,7 +195,7 @@ class Job:
             reasons = [row.finish_reasons[0] for row in per_row]
         longest = max(map(len, new))
         ids = torch.tensor([text + [pad] * (longest - len(text)) for text in new], dtype=torch.long)
-        out = Generation(sequences=torch.cat([padded, ids], 1).to(seqs[0].device))
+        out = Generation(sequences=torch.cat([padded, ids], 1).to(call.target.device))
         if complete:
             _add_outputs(out, call, seqs, pad)
         if not any(seq.is_search for seq in seqs):
@@ -286,10 +286,10 @@ def _score(call: Call, seq: RunningSequence) -> float:
 
 def _add_outputs(out: Generation, call: Call, seqs: list[RunningSequence], pad: int) -> None:
     """Adds the outputs that the options name beside the texts of `seqs`, as transformers does."""
-    o, encoding, device = call.options, call.request.encoding, seqs[0].device
+    o, encoding, device = call.options, call.request.encoding, call.target.device
     for name in ("scores", "logits"):
         if getattr(o, f"output_{name}"):
-            out[name] = _per_token(seqs, name, pad)
+            out[name] = tuple(rows.to(device) for rows in _per_token(seqs, name, pad))
     prefix = "" if encoding is None else "decoder_"
     if o.output_hidden_states:
         out[f"{prefix}hidden_states"] = _traces(seqs, "hidden_states")

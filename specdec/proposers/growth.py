@@ -199,7 +199,7 @@ class TreeGrowth:
     def take(self, work: Work, logits: Tensor) -> Work | None:
         """Adds a level from `logits` `[nodes, vocab]`; returns the next work, None if no pass pays."""
         tree, num_text = work.tree, work.num_text
-        at = torch.tensor([end - work.first for end in self.cached_ends], device=logits.device)
+        at = [end - work.first for end in self.cached_ends]
         self.cached.num_text += num_text
         self.cached.branches = tree.part(range(len(tree)), num_text)
         if not self._nodes:

@@ -285,7 +285,7 @@ class ModelProposer(Proposer):
             works = [
                 (growth, following)
                 for (growth, work), out in zip(works, outputs, strict=True)
-                if (following := growth.take(work, fit(out.logits, self._vocab_size))) is not None
+                if (following := growth.take(work, fit(out.logits.cpu(), self._vocab_size))) is not None
             ]
             if not pays([growth.budget for growth, _ in works], [growth.gain for growth, _ in works]):
                 return

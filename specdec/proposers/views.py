@@ -32,7 +32,7 @@ class ReadSequence:
     leaf_scores: Sequence[float] = (0.0,)
 
     def prefix(self, extra: Sequence[int] = ()) -> Tensor:
-        return torch.tensor([[*self.tokens, *extra]], device=self.outer.prefix().device)
+        return torch.tensor([[*self.tokens, *extra]])
 
 
 def best_branch(seq: SequenceView) -> SequenceView:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from specdec import LanguageModel, SpecGenerator
-from specdec.decoding import device_reads
 from specdec.decoding.strategies import beam
 from specdec.errors import OptionError
 from tests.matrix import endless
@@ -205,12 +204,8 @@ def test_extreme_penalties_are_no_warning(penalty: float) -> None:
 
 
 @pytest.mark.parametrize("options", [{"num_beams": 2, "do_sample": True}, {"do_sample": True}, {}])
-@pytest.mark.parametrize("local", [True, False])
-def test_nothing_left_to_choose_is_an_error(
-    options: dict[str, Any], local: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_left_to_choose_is_an_error(options: dict[str, Any]) -> None:
     """Processors that forbid every token are found out. (Greedy decoding took token 0.)"""
-    monkeypatch.setattr(device_reads, "is_local", lambda values: local)
     suppressed = list(range(VOCAB))
     with pytest.raises(OptionError, match="no token is left"):
         SpecGenerator(tiny("llama", vocab=VOCAB)).generate(

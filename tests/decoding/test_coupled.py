@@ -1,5 +1,8 @@
 """Greedy and coupled decoding, step by step, and samplers that agree with them."""
 
+import math
+from typing import Any
+
 import pytest
 import torch
 from transformers import TemperatureLogitsWarper
@@ -8,7 +11,7 @@ from transformers.generation.logits_process import UnbatchedClassifierFreeGuidan
 from specdec.core.tree import Tree
 from specdec.decoding.noise import fold
 from specdec.decoding.processors import Processors
-from specdec.decoding.strategies import Coupled, Greedy
+from specdec.decoding.strategies import Coupled, Greedy, Rejection
 from tests.decoding.toys import NOTHING, logits_of
 from tests.proposers.fakes import FakeSequence
 
@@ -35,6 +38,15 @@ def test_greedy_takes_the_first_of_equals_and_tells_confidence() -> None:
     token, sure, q = Greedy(NOTHING).sampler.pick(FakeSequence([0]), [], logits.bfloat16())
     assert (token, q) == (1, None)
     assert sure == pytest.approx(float(logits.softmax(-1)[1]), rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", [Greedy, Coupled, Rejection])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("confident", [True, False])
+def test_a_draft_that_overflowed_has_no_guess(kind: Any, bad: float, confident: bool) -> None:
+    """Also without its confidence."""
+    logits = torch.arange(V).float().index_fill(0, torch.tensor([5]), bad)
+    assert math.isnan(kind(NOTHING).sampler.pick(FakeSequence([0]), [], logits, confident=confident)[1])
 
 
 @pytest.mark.parametrize("width", [3, 6])

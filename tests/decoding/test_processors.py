@@ -64,7 +64,6 @@ def theirs(model, config, prompt, *, padding=0) -> StockList:
         encoder_input_ids=prompt[:, padding:],
         prefix_allowed_tokens_fn=None,
         logits_processor=StockList(),
-        device="cpu",
         model_kwargs={"attention_mask": mask},
     )
 

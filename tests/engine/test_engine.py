@@ -282,16 +282,6 @@ def test_a_draft_must_start_a_session() -> None:
         SpecGenerator(tiny("llama"), Odd()).generate([[5, 9]], **COMMON)
 
 
-def test_time_is_taken_when_the_kernels_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seconds of a phase hold the work that it began on an accelerator; a CPU is never asked to wait."""
-    waited: list[torch.device] = []
-    monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
-    monkeypatch.setattr(loop, "perf_counter", lambda: len(waited))
-    assert loop.seconds_on(torch.device("cuda")) == 1
-    assert loop.seconds_on(torch.device("cpu")) == 1
-    assert waited == [torch.device("cuda")]
-
-
 def test_each_phase_has_its_own_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafting, the pass and the strategy's steps are told apart, and the whole round holds what comes after them."""
     generator = SpecGenerator(tiny("llama"))

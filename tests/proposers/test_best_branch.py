@@ -1,10 +1,8 @@
 """Drafts that know only sequences, at work on searches."""
 
 import random
-from collections.abc import Sequence
 
 import pytest
-from torch import Tensor
 
 from specdec.core.drafts import SequenceView
 from specdec.core.tree import Tree
@@ -40,17 +38,6 @@ def test_continues_the_first_leaf() -> None:
     session = FunctionDraft(lambda tokens, k: tokens[-1:]).start(50)
     assert one(session, row, 2) == [6, 5]
     assert best_branch(row).tokens == [5, 6, 7, 8, 9, 6]
-
-
-def test_prefixes_are_where_the_logits_are() -> None:
-    """Those of the best branch too. (They were on the CPU.)"""
-
-    class Elsewhere(FakeSequence):
-        def prefix(self, extra: Sequence[int] = ()) -> Tensor:
-            return super().prefix(extra).to("meta")
-
-    row = Elsewhere([5], tree=Tree([6], [-1]), leaves=(0,))
-    assert best_branch(row).prefix([7]).device.type == "meta"
 
 
 def test_a_bridge_reads_the_new_best_branch() -> None:

@@ -86,7 +86,7 @@ class Seconds(NamedTuple):
         """With this round, in which no prompt was read."""
         everyone = everyone_in(round)
         count, drafted = len(everyone), sum(seq.drafted for seq in everyone)
-        # Kernels run asynchronously: a pass ends with the first read of its results, which is in selection.
+        # Choosing tokens takes longer for more nodes, too.
         pass_seconds = round.verify_seconds + round.select_seconds
         changes: dict[str, Any] = {
             "passes": self.passes.add(round.nodes, pass_seconds),

@@ -58,7 +58,7 @@ class Grammar:
         Raises OptionError for a form that no text fits, or that takes llguidance too much to follow.
         """
         allowed = torch.stack([self._mask(self._formed(text.tolist()), logits.shape[1]) for text in ids])
-        return logits.masked_fill(~allowed.to(logits.device), -torch.inf)
+        return logits.masked_fill(~allowed, -torch.inf)
 
     def allowed(self, text: Sequence[int], tokens: Sequence[int]) -> int:
         """How many of `tokens` may follow `text`, prompt included."""

@@ -7,7 +7,7 @@ transformers' processors search the whole vocabulary for suppressed tokens in ev
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 import torch
@@ -45,8 +45,8 @@ class Suppress:
         vocab = logits.shape[-1]
         if vocab not in self._known:
             ids_in_vocab = [token for token in self.tokens if 0 <= token < vocab]
-            self._known[vocab] = torch.tensor(ids_in_vocab, device=logits.device, dtype=torch.long)
-        return logits.index_fill(-1, self._known[vocab].to(logits.device), -torch.inf)
+            self._known[vocab] = torch.tensor(ids_in_vocab, dtype=torch.long)
+        return logits.index_fill(-1, self._known[vocab], -torch.inf)
 
 
 class RecentNgrams(stock.NoRepeatNGramLogitsProcessor):  # type: ignore[misc]
@@ -105,12 +105,9 @@ class Timestamps:
     def __repr__(self) -> str:
         return f"Timestamps({self.first})"
 
-    def __call__(self, ids: Tensor | None, logits: Tensor, texts: Sequence[list[int]] | None = None) -> Tensor:
-        """Filtered copy of `logits` `[n, vocab]` after `ids` `[n, length]`, or after the same `texts` as lists."""
-        if texts is None:
-            assert ids is not None
-            texts = ids.tolist()
-        scores = logits.clone()
+    def __call__(self, ids: Tensor, logits: Tensor) -> Tensor:
+        """Filtered copy of `logits` `[n, vocab]` after `ids` `[n, length]`."""
+        texts, scores = ids.tolist(), logits.clone()
         text, stamps = scores[:, : self.first], scores[:, self.first :]  # views
         if 0 < self.first <= scores.shape[-1]:
             scores[:, self.first - 1] = _NEVER
@@ -154,7 +151,7 @@ class OutputPenalty:
         self.length, self.presence, self.frequency = length, presence, frequency
 
     def __call__(self, ids: Tensor, logits: Tensor) -> Tensor:
-        written = ids[:, self.length :].to(logits.device)
+        written = ids[:, self.length :]
         if not written.shape[1]:
             return logits
         counts = torch.zeros_like(logits).scatter_add_(1, written, logits.new_ones(written.shape))

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers.generation import logits_process as stock
 from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
@@ -35,13 +34,9 @@ Text = list[int]
 
 @dataclass(frozen=True)
 class Processors:
-    """Logits processors in order: `(ids [n, length] or None, logits [n, vocab]) -> [n, vocab]` in float32.
-
-    `device`: where their tensors are; logits from another device, such as a draft's, are copied there.
-    """
+    """Logits processors in order: `(ids [n, length] or None, logits [n, vocab]) -> [n, vocab]` in float32."""
 
     items: tuple[Any, ...] = ()
-    device: torch.device | str | None = None
 
     def __len__(self) -> int:
         return len(self.items)
@@ -49,18 +44,15 @@ class Processors:
     def __repr__(self) -> str:
         return f"Processors({', '.join(type(item).__name__ for item in self.items)})"
 
-    def __call__(self, ids: Tensor | None, logits: Tensor, *, texts: Sequence[list[int]] | None = None) -> Tensor:
-        """`logits` `[n, vocab]` after all processors; `ids` `[n, length]` may be None unless `reads_ids`.
-
-        `texts`: the ids as lists, if the caller has them, so that `Timestamps` need not read them from a device.
-        """
+    def __call__(self, ids: Tensor | None, logits: Tensor) -> Tensor:
+        """`logits` `[n, vocab]` after all processors; `ids` `[n, length]` may be None unless `reads_ids`."""
         if not self.items:
             return logits.float()
-        scores = logits.to(device=self.device, dtype=torch.float32)
+        scores = logits.float()
         if not self.pure and scores.data_ptr() == logits.data_ptr():
             scores = scores.clone()  # a user's processor may write in place
         for item in self.items:
-            made = item(ids, scores, texts) if isinstance(item, Timestamps) else item(ids, scores)
+            made = item(ids, scores)
             if not isinstance(made, Tensor) or made.shape != scores.shape:
                 got = f"shape {list(made.shape)}" if isinstance(made, Tensor) else type(made).__name__
                 raise OptionError(
@@ -94,7 +86,7 @@ class Processors:
     @cached_property
     def drafting(self) -> Processors:
         """Those that are applied to draft logits: the pure ones, never a user's code."""
-        return Processors(tuple(filter(_is_pure, self.items)), self.device)
+        return Processors(tuple(filter(_is_pure, self.items)))
 
 
 def build_processors(options: Any, *, extra: Sequence[Any] = (), **given: Any) -> Processors:
@@ -111,7 +103,7 @@ def build_processors(options: Any, *, extra: Sequence[Any] = (), **given: Any) -
     items = _merge(table.build_listed(table.PROCESSORS, setup), extra)
     if getattr(options, "do_sample", None):
         items += table.build_listed(table.WARPERS, setup)
-    return Processors(tuple(items + table.build_listed(table.LAST, setup)), setup.device)
+    return Processors(tuple(items + table.build_listed(table.LAST, setup)))
 
 
 def _is_pure(item: Any) -> bool:

@@ -47,7 +47,6 @@ class ProcessorSetup:
     encoder_ids: Tensor | None = None
     prefix_allowed_tokens_fn: PrefixFn | None = None
     row: int = 0
-    device: torch.device | str = "cpu"
     vocab_size: int = 0
     width: float = math.inf
 
@@ -59,7 +58,7 @@ class ProcessorSetup:
     @property
     def eos(self) -> Tensor | None:
         """The end-of-sequence ids `[n]`, or None, as transformers prepares them."""
-        return torch.tensor(list(self.eos_ids), device=self.device) if self.eos_ids else None
+        return torch.tensor(list(self.eos_ids)) if self.eos_ids else None
 
     @property
     def window(self) -> int | None:
@@ -134,7 +133,7 @@ PROCESSORS: tuple[Entry, ...] = (
     (
         "forced_eos_token_id",
         stock.ForcedEOSTokenLogitsProcessor,
-        lambda r, v: None if r.options.max_length is None else (r.options.max_length - r.padding, v, r.device),
+        lambda r, v: None if r.options.max_length is None else (r.options.max_length - r.padding, v),
     ),
     ("remove_invalid_values", stock.InfNanRemoveLogitsProcessor, lambda r, v: () if v is True else None),
     ("exponential_decay_length_penalty", stock.ExponentialDecayLengthPenalty, _exponential_decay),
@@ -151,15 +150,15 @@ WARPERS: tuple[Entry, ...] = (
     ("min_p", stock.MinPLogitsWarper, lambda r, v: (v, -torch.inf, r.least)),
     ("typical_p", stock.TypicalLogitsWarper, lambda r, v: (v, -torch.inf, r.least) if v < 1.0 else None),
     ("epsilon_cutoff", stock.EpsilonLogitsWarper, _cutoff),
-    ("eta_cutoff", stock.EtaLogitsWarper, lambda r, v: (*c, r.device) if (c := _cutoff(r, v)) else None),
+    ("eta_cutoff", stock.EtaLogitsWarper, _cutoff),
 )
 """After the user's own, and only when sampling."""
 
 LAST: tuple[Entry, ...] = (
     (
         "watermarking_config",
-        lambda config, width, device: config.construct_processor(width, device),
-        lambda r, v: (v, r.vocab_size, r.device),
+        lambda config, width: config.construct_processor(width, "cpu"),
+        lambda r, v: (v, r.vocab_size),
     ),
     ("renormalize_logits", stock.LogitNormalization, lambda r, v: () if v is True else None),
 )

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from specdec import kernels
-from specdec.decoding import device_reads
 
 _NEVER = float("-inf")
 
@@ -34,7 +33,7 @@ class Top:
         return f"Top({self.k}, {self.p})"
 
     def __call__(self, ids: Tensor | None, logits: Tensor) -> Tensor:
-        fits = device_reads.is_local(logits) and logits.dtype == torch.float32 and not logits.requires_grad
+        fits = logits.is_cpu and logits.dtype == torch.float32 and not logits.requires_grad
         if fits and kernels.available():
             return kernels.keep_top(logits, self.k, self.p, self.min_tokens_to_keep)  # type: ignore[no-any-return]
         if self.k:
@@ -43,9 +42,9 @@ class Top:
         if self.p < 1:
             # A stable sort leaves the highest id last among equals; here it comes first.
             places = logits.argsort(dim=-1, stable=True).flip(-1)
-            probs = device_reads.with_float64(torch.softmax(logits, dim=-1).gather(-1, places)).double()
+            probs = torch.softmax(logits, dim=-1).gather(-1, places).double()
             kept = probs.cumsum(-1) - probs < self.p
             kept[:, : self.min_tokens_to_keep] = True
-            kept = torch.empty_like(logits, dtype=torch.bool).scatter_(-1, places, kept.to(logits.device))
+            kept = torch.empty_like(logits, dtype=torch.bool).scatter_(-1, places, kept)
             logits = logits.masked_fill(~kept, _NEVER)
         return logits

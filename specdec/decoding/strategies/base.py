@@ -16,14 +16,11 @@ from specdec.core.drafts import Sampler, SequenceView
 from specdec.core.strategies import Advance, View
 from specdec.core.tree import Step, TopTokens
 from specdec.core.work import Logits
-from specdec.decoding import device_reads, noise
+from specdec.decoding import noise
 from specdec.decoding.processors import Processors
-from specdec.decoding.samplers import GreedySampler, process, process_all
+from specdec.decoding.samplers import GreedySampler, first_best, process
 from specdec.decoding.stopping import Stopping
 from specdec.options.generate import Options
-
-SMALL = 1 << 16
-"""Up to this many logits, one call for all nodes costs less than a call per accepted node."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,90 +133,33 @@ class TextStrategy(StrategyBase):
         return Advance(state, [0], [step.token], step, self.stop(seq, [*new, step.token], state))
 
     def choose(self, seq: SequenceView, new: list[int], out: Logits, node: int, processed: Tensor) -> int:
-        """The token after `node`, from the processed logits `[vocab]` there, which are local."""
-        raise NotImplementedError
-
-    def choose_all(self, seq: SequenceView, out: Logits, processed: Tensor) -> Tensor:
-        """The tokens `[nodes]` after all nodes with `processed` logits `[nodes, vocab]`, without reading any value.
-
-        A token below 0 stands for an error, which is raised if the walk reaches it (`noise.checked`).
-        """
+        """The token after `node`, from the processed logits `[vocab]` there."""
         raise NotImplementedError
 
     def emit(self, seq: SequenceView, new: list[int], out: Logits, node: int) -> Step:
         """The step with the token after `node`, an index in `out.work.tree`; `new`: this round's earlier tokens."""
         processed = self.processed(seq, new, out, node)
-        if self.reads_once(out):
-            token = noise.checked(self._decided(seq, out)[0][node - out.work.first])
-        else:
-            token = self.choose(seq, new, out, node, processed)
-        return self.step(token, out, node, processed)
-
-    def reads_once(self, out: Logits) -> bool:
-        """Whether all nodes of the round are decided in one read, since every read waits for the device.
-
-        Impure processors are called during the walk instead, for text that is emitted.
-        """
-        return not device_reads.is_local(out.logits) and self.processors.pure
+        return self.step(self.choose(seq, new, out, node, processed), out, node, processed)
 
     def processed(self, seq: SequenceView, new: Sequence[int], out: Logits, node: int) -> Tensor:
         """The target's logits `[vocab]` at `node`, guided and processed, float32; read only."""
         at = node - out.work.first
         if not (len(self.processors) or out.unconditional is not None):
             return out.logits[at].float()
-        is_small = not self.processors.reads_ids and out.logits.numel() <= SMALL
-        if is_small or self.reads_once(out):
-            return self.all_processed(seq, out)[at]
         unconditional = None if out.unconditional is None else out.unconditional[at]
         return process(self.processors, seq, new, self.guided(out.logits[at], unconditional))
-
-    def all_processed(self, seq: SequenceView, out: Logits) -> Tensor:
-        """The same for all nodes with logits, `[nodes, vocab]`, computed once per round."""
-        if "processed" not in out.cache:
-            guided = self.guided(out.logits, out.unconditional)
-            out.cache["processed"] = process_all(self.processors, seq, paths(out), guided)
-        return out.cache["processed"]
-
-    def _decided(self, seq: SequenceView, out: Logits) -> tuple[list[int], list[float] | None]:
-        """The tokens after all nodes, and their log-probabilities if `ranked`, read once per round."""
-        if "decided" not in out.cache:
-            tokens = self.choose_all(seq, out, self.all_processed(seq, out))
-            if not self.ranked:
-                out.cache["decided"] = tokens.tolist(), None
-            else:
-                target, at = out.logits.float(), tokens.clamp(min=0).to(out.logits.device)[:, None]
-                read, log_probs = device_reads.read(
-                    tokens.to(target.device), target.gather(-1, at)[:, 0] - target.logsumexp(-1)
-                )
-                out.cache["decided"] = list(map(int, read)), log_probs
-        return out.cache["decided"]
 
     def step(self, token: int, out: Logits, node: int, processed: Tensor) -> Step:
         """The step that emits `token`, with copies of what it keeps."""
         if not self.keeps:
             return Step(token)
-        at, log_prob, top = node - out.work.first, None, None
-        logits = out.logits[at].float()
-        if self.ranked:
-            tokens, log_probs = out.cache.get("decided", (None, None))
-            if log_probs is not None and tokens[at] == token:
-                log_prob = log_probs[at]
-            else:
-                near = out.cache["own"][at] if "own" in out.cache else logits  # a local copy
-                log_prob = float(near[token] - near.logsumexp(-1))
+        logits, top = out.logits[node - out.work.first].float(), None
+        log_prob = float(logits[token] - logits.logsumexp(-1)) if self.ranked else None
         if self.top is not None:
             values, likeliest = logits.topk(min(self.top, len(logits)))
             top = TopTokens(likeliest.tolist(), (values - logits.logsumexp(-1)).tolist())
         copy = logits.clone() if self.keep_logits else None
         return Step(token, copy, processed.clone() if self.keep_scores else None, log_prob, top)
-
-
-def paths(out: Logits) -> list[list[int]]:
-    """The tokens from the sequence's text to each node with logits, its own included."""
-    tree, texts = out.work.tree, {out.work.first: list[int]()}
-    for node in range(out.work.first + 1, len(tree)):
-        texts[node] = [*texts[tree.parents[node]], tree.tokens[node]]
-    return list(texts.values())
 
 
 class Greedy(TextStrategy):
@@ -232,20 +172,10 @@ class Greedy(TextStrategy):
         return not (options.samples or options.num_beams > 1 or options.penalty_alpha)
 
     def emit(self, seq: SequenceView, new: list[int], out: Logits, node: int) -> Step:
-        at, best = node - out.work.first, out.cache.get("best")
-        if best is None:
-            plain = not (self.keeps or self.processors.items or out.unconditional is not None)
-            if not (plain and device_reads.is_local(out.logits)):
-                return super().emit(seq, new, out, node)
-            if out.logits.numel() > SMALL:
-                return Step(device_reads.first_best(out.logits[at]))
-            best = out.cache["best"] = out.logits.detach().float().numpy().argmax(axis=-1).tolist()
-        return Step(best[at])
+        if self.keeps or self.processors.items or out.unconditional is not None:
+            return super().emit(seq, new, out, node)
+        return Step(first_best(out.logits[node - out.work.first]))
 
     def choose(self, seq: SequenceView, new: list[int], out: Logits, node: int, processed: Tensor) -> int:
-        token = device_reads.first_best(processed)
+        token = first_best(processed)
         return noise.checked(noise.EMPTY if processed[token] == -torch.inf else token)
-
-    def choose_all(self, seq: SequenceView, out: Logits, processed: Tensor) -> Tensor:
-        best, tokens = processed.max(dim=-1)
-        return tokens.masked_fill(best == -torch.inf, noise.EMPTY)

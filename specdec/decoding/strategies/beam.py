@@ -19,7 +19,7 @@ from specdec.core.budget import Budget
 from specdec.core.drafts import Branch, Level, SequenceView
 from specdec.core.strategies import Advance, View
 from specdec.core.tree import Step
-from specdec.decoding import device_reads, noise
+from specdec.decoding import noise
 from specdec.decoding.strategies.base import StrategySetup
 from specdec.decoding.strategies.beam_scoring import (
     FAR,
@@ -27,7 +27,6 @@ from specdec.decoding.strategies.beam_scoring import (
     Candidates,
     Hypothesis,
     Scoring,
-    best_of_leaves,
     best_totals,
     branches,
     extended,
@@ -59,17 +58,15 @@ class BeamSearch(Scoring):
 
     def advance(self, seq: SequenceView, state: Beams, views: Sequence[View], steps: Sequence[Step]) -> Advance:
         ids = self.texts(seq, state.ids)
-        scores = self._scores(ids, views)
-        candidates = self._choose(state, scores, views)
+        scores = self.processors(ids, self.log_probs(views, self.num_beams))
+        candidates = self._choose(state, scores)
         texts = None if ids is None else extended(ids, candidates.parents, candidates.tokens)
         ends = self.stop.each(candidates.tokens, seq.prompt_length + state.length + 1, texts, None)
         after, chosen = self._after(state, candidates, ends)
         if texts is not None:
             after = replace(after, ids=texts[chosen])
         logits = self.logits(views, len(views)) if self.keep_logits else None
-        step = Step(
-            candidates.tokens[chosen[0]], logits, scores.clone() if self.keep_scores and scores is not None else None
-        )
+        step = Step(candidates.tokens[chosen[0]], logits, scores.clone() if self.keep_scores else None)
         leaves = [candidates.parents[i] if state.length else 0 for i in chosen]
         return Advance(after, leaves, [candidates.tokens[i] for i in chosen], step, after.finish)
 
@@ -86,26 +83,15 @@ class BeamSearch(Scoring):
             candidates = drawn(scores, running, count, noise.key(self.seed, noise.BEAMS, length))
         return branches(candidates, ends)[:ahead]
 
-    def _scores(self, ids: Tensor | None, views: Sequence[View]) -> Tensor | None:
-        """Processed log-probabilities `[beams, vocab]`; None where unprocessed logits give the same order."""
-        guides = views[0].unconditional is not None
-        if not (len(self.processors) or guides or self.keep_scores or self.seed is not None):
-            return None
-        return self.processors(ids, self.log_probs(views, self.num_beams))
-
-    def _choose(self, state: Beams, scores: Tensor | None, views: Sequence[View]) -> Candidates:
+    def _choose(self, state: Beams, scores: Tensor) -> Candidates:
+        """The next continuations, from processed log-probabilities `[beams, vocab]`."""
         running, count = state.pools[0].running, self.candidates(self.num_beams)
-        if self.seed is not None and scores is not None:
-            candidates = drawn(scores, running, count, noise.key(self.seed, noise.BEAMS, state.length))
-            if not candidates.tokens:
-                raise OptionError(noise.NONE_LEFT)
-            return candidates
-        leaves = self.leading(views, count)
-        if leaves is not None:
-            return best_of_leaves(leaves, running, count)
-        if scores is not None:
+        if self.seed is None:
             return best_totals(totals(scores, running), count)
-        return best_of_leaves(self.leaders(self.logits(views, len(views)), None, count), running, count)
+        candidates = drawn(scores, running, count, noise.key(self.seed, noise.BEAMS, state.length))
+        if not candidates.tokens:
+            raise OptionError(noise.NONE_LEFT)
+        return candidates
 
     def _after(self, state: Beams, candidates: Candidates, ends: list[str | None]) -> tuple[Beams, list[int]]:
         """The next state, and the candidates that are its live beams."""
@@ -138,12 +124,10 @@ class BeamSearch(Scoring):
 
 def drawn(scores: Tensor, running: Sequence[float], count: int, address: int) -> Candidates:
     """`count` draws without replacement from `softmax(scores + running)`, in the order drawn (Gumbel-top-k)."""
-    total = device_reads.with_float64(totals(scores, running))
-    ids = torch.arange(total.shape[1], device=total.device)
-    if device_reads.is_local(total):  # noise only for what processors left, where looking costs no wait
-        ids = ids[torch.isfinite(total).any(0)]
-        total = total[:, ids]
-    noisy = total + noise.gumbel([noise.fold(address, beam) for beam in range(len(total))], ids)
+    total = totals(scores, running)
+    ids = torch.arange(total.shape[1])[torch.isfinite(total).any(0)]  # noise only for what processors left
+    total = total[:, ids]
+    noisy = total + torch.stack([noise.gumbel(noise.fold(address, beam), ids) for beam in range(len(total))])
     noisy = noisy.masked_fill(~torch.isfinite(total), -torch.inf).flatten()
     places = noisy.topk(min(count, len(noisy))).indices
     candidates = Candidates.read(total.flatten()[places], places // len(ids), ids[places % len(ids)])

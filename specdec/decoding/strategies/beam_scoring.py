@@ -7,15 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from specdec.core.budget import Budget
 from specdec.core.drafts import Branch, Level, SequenceView
 from specdec.core.strategies import View
-from specdec.decoding import device_reads
 from specdec.decoding.samplers import GreedySampler, fit
 from specdec.decoding.strategies.base import StrategyBase, StrategySetup
 from specdec.decoding.strategies.constraints import ConstraintProgress
@@ -54,9 +51,8 @@ class Candidates(NamedTuple):
 
     @classmethod
     def read(cls, scores: Tensor, parents: Tensor, tokens: Tensor) -> Candidates:
-        """Candidates from tensors `[count]`, in one read."""
-        values, beams, ids = device_reads.read(scores, parents, tokens)
-        return cls(values, list(map(int, beams)), list(map(int, ids)))
+        """Candidates from tensors `[count]`."""
+        return cls(scores.tolist(), parents.tolist(), tokens.tolist())
 
     def part(self, places: Sequence[int]) -> Candidates:
         """Some of them, in this order."""
@@ -125,10 +121,6 @@ class Beams:
         return [score for pool in self.pools if not pool.done for score in pool.running] if self.length else [0.0]
 
 
-LeafCandidates = tuple[NDArray[np.float32], list[int]]
-"""The best tokens after one leaf: their log-probabilities, best first, and their ids."""
-
-
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Scoring(StrategyBase):
     """Base of the searches over beams.
@@ -195,38 +187,11 @@ class Scoring(StrategyBase):
 
     def log_probs(self, views: Sequence[View], beams: int) -> Tensor:
         """Log-probabilities `[beams, vocab]` before processors, guided."""
+        logits = self.logits(views, beams)
         unconditional = [view.unconditional for view in views if view.unconditional is not None]
-        return self._log_probs(self.logits(views, beams), torch.stack(unconditional) if unconditional else None)
-
-    def _log_probs(self, logits: Tensor, unconditional: Tensor | None) -> Tensor:
-        guided = self.guided(logits, unconditional)
-        return torch.log_softmax(logits, dim=-1) if guided is logits else guided
-
-    def leading(self, views: Sequence[View], count: int) -> list[LeafCandidates] | None:
-        """The `count` best tokens of every leaf, in one read for all nodes of a target pass.
-
-        None for local logits, which need no such read, and where processors read the leaves' texts.
-        """
-        if self.processors.reads_ids or any(device_reads.is_local(view.out.logits) for view in views):
-            return None
-        for out in (view.out for view in views):
-            if "leading" not in out.cache:
-                out.cache["leading"] = self.leaders(out.logits.float(), out.unconditional, count)
-        return [view.out.cache["leading"][view.at] for view in views]
-
-    def leaders(self, logits: Tensor, unconditional: Tensor | None, count: int) -> list[LeafCandidates]:
-        """The `count` best tokens after each of `logits` `[leaves, vocab]`; the processors must read no ids."""
-        count = min(count, logits.shape[-1])
-        if len(self.processors) or unconditional is not None:
-            values, ids = self.processors(None, self._log_probs(logits, unconditional)).topk(count, dim=-1)
-        else:  # normalise only the best
-            values, ids = logits.topk(count, dim=-1)
-            values = values - logits.logsumexp(-1, keepdim=True)
-        flat, numbers = device_reads.read(values.flatten(), ids.flatten())
-        return [
-            (np.array(flat[i : i + count], dtype=np.float32), list(map(int, numbers[i : i + count])))
-            for i in range(0, len(flat), count)
-        ]
+        if not unconditional:
+            return torch.log_softmax(logits, dim=-1)
+        return self.guided(logits, torch.stack(unconditional))
 
     def draft_scores(self, seq: SequenceView, ends: Sequence[Branch], logits: Tensor) -> Tensor:
         """A draft's log-probabilities `[ends, vocab]` after pure processors; tokens that end a text are -inf."""
@@ -236,7 +201,7 @@ class Scoring(StrategyBase):
             texts = None
             if drafting.reads_ids:
                 text, tails = seq.prefix().expand(len(ends), -1), torch.tensor([end.tokens for end in ends]).long()
-                texts = torch.cat((text, tails.to(text.device)), dim=1)
+                texts = torch.cat((text, tails), dim=1)
             scores = drafting(texts, scores)
         scores[:, list(self.stop.eos_ids)] = -torch.inf
         return scores
@@ -252,16 +217,6 @@ class SearchSampler(GreedySampler):
         return self.search.expand(seq, ends, logits, budget)
 
 
-def best_of_leaves(leaves: Sequence[LeafCandidates], running: Sequence[float], count: int) -> Candidates:
-    """The `count` best continuations of beams with sums `running`, of equals the first; one leaf may serve all."""
-    tables = [leaves[i if len(leaves) > 1 else 0] for i in range(len(running))]
-    total = np.stack([values + np.float32(score) for (values, _), score in zip(tables, running, strict=True)])
-    places = np.argsort(-total, axis=None, kind="stable")[:count].tolist()
-    pairs = [divmod(place, total.shape[1]) for place in places]
-    tokens = [tables[beam][1][rank] for beam, rank in pairs]
-    return Candidates([float(total[pair]) for pair in pairs], [beam for beam, _ in pairs], tokens)
-
-
 def branches(candidates: Candidates, ends: Sequence[Branch]) -> Level:
     """Candidates as a draft's next level, best first."""
     finite = [
@@ -274,7 +229,7 @@ def branches(candidates: Candidates, ends: Sequence[Branch]) -> Level:
 
 def totals(scores: Tensor, running: Sequence[float]) -> Tensor:
     """`scores` `[beams, vocab]` float32 plus every beam's sum so far."""
-    return scores + torch.tensor(running, device=scores.device)[:, None]
+    return scores + torch.tensor(running)[:, None]
 
 
 def best_totals(total: Tensor, count: int) -> Candidates:
@@ -286,4 +241,4 @@ def best_totals(total: Tensor, count: int) -> Candidates:
 
 def extended(ids: Tensor, parents: Sequence[int], tokens: Sequence[int]) -> Tensor:
     """`[candidates, length + 1]`: the rows `parents` of `ids` `[beams, length]`, each followed by one of `tokens`."""
-    return torch.cat((ids[list(parents)], torch.tensor(tokens, device=ids.device)[:, None]), dim=1)
+    return torch.cat((ids[list(parents)], torch.tensor(tokens)[:, None]), dim=1)

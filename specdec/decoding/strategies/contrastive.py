@@ -91,7 +91,7 @@ class Contrastive(StrategyBase):
         step, scores = state.step, state.scores
         assert step is not None
         assert state.probs is not None
-        likeness = (ahead @ state.context.T).max(dim=-1).values.to(state.probs.device)
+        likeness = (ahead @ state.context.T).max(dim=-1).values.cpu()
         # The best candidate, of equals the likeliest.
         pick = int(((1 - self.penalty_alpha) * state.probs - self.penalty_alpha * likeness).argmax())
         tokens = (*state.tokens, state.candidates[pick])

@@ -211,7 +211,7 @@ class GroupSearch(PoolSearch):
     def _penalties(self, chosen: Sequence[int], scores: Tensor) -> Tensor:
         """What every token costs `[vocab]`; some checkpoints pad with an id beyond their vocabulary."""
         vocab = scores.shape[1]
-        ids = torch.tensor([token for token in chosen if token < vocab], dtype=torch.long, device=scores.device)
+        ids = torch.tensor([token for token in chosen if token < vocab], dtype=torch.long)
         return self.diversity_penalty * ids.bincount(minlength=vocab)
 
 
@@ -297,7 +297,7 @@ def _pushed(
         return candidates
     parents, tokens = [beam for beam, _ in pairs], [token for _, token in pairs]
     sums = total[parents, tokens]
-    order = (torch.tensor(ranks, device=sums.device) * _STEP + sums).sort(descending=True).indices.tolist()
+    order = (torch.tensor(ranks) * _STEP + sums).sort(descending=True).indices.tolist()
     places = _places([ranks[i] for i in order])
     turns = sorted(range(len(order)), key=places.__getitem__)
     return Candidates(sums.tolist(), parents, tokens).part([order[turn] for turn in turns][:count])

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -12,9 +12,9 @@ from torch import Tensor
 from specdec.core.drafts import Sampler, SequenceView
 from specdec.core.tree import Step, Tree
 from specdec.core.work import Logits
-from specdec.decoding import device_reads, noise
+from specdec.decoding import noise
 from specdec.decoding.samplers import CoupledSampler, DrawnSampler, generated
-from specdec.decoding.strategies.base import TextStrategy, paths
+from specdec.decoding.strategies.base import TextStrategy
 from specdec.errors import OptionError
 from specdec.options.generate import Options
 
@@ -39,11 +39,6 @@ class Coupled(TextStrategy):
 
     def choose(self, seq: SequenceView, new: list[int], out: Logits, node: int, processed: Tensor) -> int:
         return noise.draw(processed, noise.key(self.seed, noise.COUPLED, generated(seq) + len(new)))
-
-    def choose_all(self, seq: SequenceView, out: Logits, processed: Tensor) -> Tensor:
-        start = generated(seq)
-        keys = [noise.key(self.seed, noise.COUPLED, start + len(path)) for path in paths(out)]
-        return noise.draws(processed, keys)
 
 
 class Match(Coupled):
@@ -99,45 +94,12 @@ class Rejection(Coupled):
         tree, place, log_p = out.work.tree, (generated(seq), len(new)), processed
         for order, (child, q) in enumerate(drawn_children(tree, node)):  # log_p: of the residual
             token = tree.tokens[child]
-            p, q = torch.softmax(log_p, dim=-1), q.to(log_p.device)
+            p = torch.softmax(log_p, dim=-1)
             r = noise.uniform(noise.key(self.seed, noise.ACCEPT, *place, order))
             if r * float(q[token]) < float(p[token]):  # strict: p = 0 never passes; multiplied: q = 0 divides nothing
                 return token
             log_p = residual(p, q).log()
         return noise.draw(log_p, noise.key(self.seed, noise.DRAW, *place))
-
-    def choose_all(self, seq: SequenceView, out: Logits, processed: Tensor) -> Tensor:
-        """The same for all nodes at once: the first children of all nodes, then the second ones, and so on."""
-        tree, start, depths = out.work.tree, generated(seq), [len(path) for path in paths(out)]
-        children = [drawn_children(tree, out.work.first + at) for at in range(len(processed))]
-        log_p = device_reads.with_float64(processed).clone()
-        chosen = torch.full((len(log_p),), -1, device=log_p.device)
-        for order in range(max(map(len, children))):
-            nodes = [at for at, siblings in enumerate(children) if len(siblings) > order]
-            q = torch.stack([children[at][order][1] for at in nodes])
-            tokens = torch.tensor([tree.tokens[children[at][order][0]] for at in nodes], device=log_p.device)
-            keys = [noise.key(self.seed, noise.ACCEPT, start, depths[at], order) for at in nodes]
-            r = torch.tensor([noise.uniform(key) for key in keys], dtype=torch.float64, device=log_p.device)
-            rows = torch.tensor(nodes, device=log_p.device)
-            p, q = torch.softmax(log_p[rows], dim=-1), q.to(log_p.device)
-            passes = r * q.gather(-1, tokens[:, None])[:, 0] < p.gather(-1, tokens[:, None])[:, 0]
-            earlier = chosen[rows]
-            chosen[rows] = torch.where((earlier < 0) & passes, tokens, earlier)
-            log_p[rows] = residual(p, q).log()
-        drawn = noise.draws(log_p, [noise.key(self.seed, noise.DRAW, start, depth) for depth in depths])
-        return torch.where(chosen < 0, drawn.to(chosen.device), chosen)
-
-
-@dataclass
-class _Verdict:
-    """What a round emits, decided at its first step: `tokens`, after `base` earlier ones.
-
-    `copies` `[nodes, vocab]`: the processed logits in the CPU's memory, if they had to be copied.
-    """
-
-    base: int
-    tokens: list[int] = field(default_factory=list)
-    copies: Tensor | None = None
 
 
 @dataclass
@@ -190,37 +152,29 @@ class Block(Rejection):
             )
 
     def emit(self, seq: SequenceView, new: list[int], out: Logits, node: int) -> Step:
-        verdict: _Verdict | None = out.cache.get("verdict")
-        if verdict is None:
+        if "verdict" not in out.cache:  # how many tokens the round had emitted, and all that it emits after them
             after = range(node + 1, len(out.work.tree))
             if not after or any(draft_distribution(out.work.tree, one) is None for one in after):
                 return super().emit(seq, new, out, node)
-            out.cache["verdict"] = verdict = self._judge(seq, new, out, node)
-        at = len(new) - verdict.base
+            out.cache["verdict"] = len(new), self._judge(seq, new, out, node)
+        base, tokens = out.cache["verdict"]
         processed = self.processed(seq, new, out, node)
-        if at < len(verdict.tokens):
-            return self.step(verdict.tokens[at], out, node, processed)
+        if len(new) - base < len(tokens):
+            return self.step(tokens[len(new) - base], out, node, processed)
         # The last token was drawn from the residual and equals the draft's: its logits exist, but the nodes below were
         # judged already and may not be used again.
         key = noise.key(self.seed, noise.DRAW, generated(seq), len(new))
-        near = processed if verdict.copies is None else verdict.copies[node - out.work.first]
-        return self.step(noise.draw(near, key), out, node, processed)
+        return self.step(noise.draw(processed, key), out, node, processed)
 
-    def _judge(self, seq: SequenceView, new: list[int], out: Logits, root: int) -> _Verdict:
+    def _judge(self, seq: SequenceView, new: list[int], out: Logits, root: int) -> list[int]:
         """The tokens after `root`, before which this round has emitted `new`.
 
-        The path goes down to first children, and back up where it does not end. Each step depends on values of the one
-        before, so logits on an accelerator are copied first, in one read.
+        The path goes down to first children, and back up where it does not end.
         """
-        tree, start, verdict = out.work.tree, generated(seq), _Verdict(len(new))
-        if self.reads_once(out):
-            kinds = [self.all_processed(seq, out), *([out.logits.float()] if self.ranked else [])]
-            tree, verdict.copies, *unprocessed = _copied(tree, out.work.first, kinds)
-            out.cache.update(zip(["own"], unprocessed, strict=False))
+        tree, start = out.work.tree, generated(seq)
 
         def stop(node: int, weight: float, path: list[int]) -> _Stop:
-            near = verdict.copies
-            log_p = self.processed(seq, new + path, out, node) if near is None else near[node - out.work.first]
+            log_p = self.processed(seq, new + path, out, node)
             return _Stop(node, weight, iter(drawn_children(tree, node)), log_p, torch.softmax(log_p, dim=-1))
 
         way, path = [stop(root, 1.0, [])], list[int]()
@@ -230,26 +184,14 @@ class Block(Rejection):
             if drawn is not None:
                 child, q = drawn
                 path.append(tree.tokens[child])
-                way.append(stop(child, child_weight(here.weight, here.p, q.to(here.p.device), path[-1]), path))
+                way.append(stop(child, child_weight(here.weight, here.p, q, path[-1]), path))
             elif not path or noise.uniform(noise.key(self.seed, noise.ACCEPT, start, place, here.node)) < here.weight:
-                final = noise.draw(here.log_p, noise.key(self.seed, noise.DRAW, start, place))
-                verdict.tokens = [*path, final]
-                return verdict
+                return [*path, noise.draw(here.log_p, noise.key(self.seed, noise.DRAW, start, place))]
             else:
                 path.pop()
                 way.pop()
                 # The path ends neither at this node nor below it: it leaves the tree.
                 parent, q_ = way[-1], draft_distribution(tree, here.node)
                 assert q_ is not None
-                parent.weight, parent.p = without_child(parent.weight, parent.p, q_.to(parent.p.device))
+                parent.weight, parent.p = without_child(parent.weight, parent.p, q_)
                 parent.log_p = parent.p.log()
-
-
-def _copied(tree: Tree, first: int, kinds: Sequence[Tensor]) -> tuple[Any, ...]:
-    """The tree with its distributions, and `kinds` of logits `[nodes, vocab]`, copied to the CPU in one transfer."""
-    drawn = [(node, q) for node in range(first, len(tree)) if (q := draft_distribution(tree, node)) is not None]
-    near = torch.cat([*kinds, *(q.to(kinds[0])[None] for _, q in drawn)]).cpu()
-    parts = torch.split(near, len(kinds[0]))
-    copies = dict(zip((node for node, _ in drawn), torch.cat(parts[len(kinds) :]), strict=True))
-    none = parts[0].new_empty(0)
-    return replace(tree, q=[copies.get(node, none) for node in range(len(tree))]), *parts[: len(kinds)]

@@ -119,7 +119,7 @@ class DFlashProposer(HeadProposer):
         passed = self._run([Feed(growth.cached, work) for growth, work in works]) if works else []
         for (growth, work), out in zip(works, passed, strict=True):
             level: Work | None = work
-            for logits in fit(out.logits, self._vocab_size):
+            for logits in fit(out.logits.cpu(), self._vocab_size):
                 level = level and growth.take(level, logits.expand(level.num_logits, -1))
             growth.cached.num_text, growth.cached.guesses = self._session.length(growth.cached.cache_row), []
             growth.cached.branches = EMPTY
