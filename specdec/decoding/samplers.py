@@ -36,13 +36,6 @@ def process(processors: Processors, seq: SequenceView, extra: Sequence[int], log
     return processors(seq.prefix(extra), logits[None])[0]
 
 
-def process_all(processors: Processors, seq: SequenceView, extras: Sequence[Sequence[int]], logits: Tensor) -> Tensor:
-    """The same for `logits` `[n, vocab]`, each after the sequence's text and one of `extras`."""
-    if not processors.reads_ids:
-        return processors(None, logits)
-    return torch.stack([process(processors, seq, extra, one) for extra, one in zip(extras, logits, strict=True)])
-
-
 def fit(logits: Tensor, width: int | None) -> Tensor:
     """`logits` `[..., vocab]`, cropped or padded with -inf to the target's `width`."""
     have = logits.shape[-1]
@@ -176,7 +169,11 @@ class GreedySampler:
 
     def _processed(self, seq: SequenceView, ends: Sequence[Branch], logits: Tensor) -> Tensor:
         """Processed draft `logits` `[ends, vocab]`, float32, as wide as the target's."""
-        return process_all(self.processors, seq, [end.tokens for end in ends], fit(logits, self.width))
+        processors, logits = self.processors, fit(logits, self.width)
+        if not processors.reads_ids:
+            return processors(None, logits)
+        texts = zip(ends, logits, strict=True)
+        return torch.stack([process(processors, seq, end.tokens, one) for end, one in texts])
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,7 @@ class KvLayer(DynamicLayer):  # type: ignore[misc]
             keys.narrow(2, parent.start, parent.end - parent.start).copy_(key_states)
             values.narrow(2, parent.start, parent.end - parent.start).copy_(value_states)
         else:
-            row, columns = parent.node_index(keys.device)
+            row, columns = parent.rows.to(keys.device), parent.columns.to(keys.device)
             keys[row, :, columns] = key_states.transpose(1, 2)
             values[row, :, columns] = value_states.transpose(1, 2)
         return keys, values
@@ -84,8 +84,7 @@ class KvBuffers(Cache):  # type: ignore[misc]
         self.bounds: tuple[int, int] | None = None
         self.spare_bytes = _SPARE_BYTES
         self.first = self.start = self.end = 0
-        self.columns: Tensor | None = None
-        self._node_index: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        self.columns: Tensor | None = None  # `[rows, nodes]`, beside `rows` `[rows, 1]`; None: from `start` on
         self._pairs: list[Pair] = []
         self._written: list[int] = []  # per row in use, one past the last column written
         super().__init__(layers=[KvLayer(self) for _ in range(layers)])
@@ -110,18 +109,11 @@ class KvBuffers(Cache):  # type: ignore[misc]
     ) -> tuple[Tensor, Tensor]:
         return self.layers[layer_idx].update(key_states, value_states)
 
-    def node_index(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Row `[rows, 1]` and column `[rows, nodes]` of every node, on this device."""
-        if device not in self._node_index:
-            assert self.columns is not None, "every row starts at the same column"
-            rows = torch.arange(self.columns.shape[0], device=device)[:, None]
-            self._node_index[device] = (rows, self.columns.to(device))
-        return self._node_index[device]
-
     def prepare(self, layout: Layout, first: int) -> None:
         """Sets where the next pass writes, from row `first` on; buffers grow here, never inside a forward."""
         self.first, self.start, self.end, self.columns = first, layout.start, layout.end, layout.columns
-        self._node_index = {}
+        if self.columns is not None:
+            self.rows = torch.arange(len(self.columns))[:, None]
         if self.end > self.capacity:
             self._widen(self.end)
         for row, columns_of_row in enumerate(layout.maps, first):
@@ -183,11 +175,8 @@ class KvBuffers(Cache):  # type: ignore[misc]
 
     def move_columns(self, rows: list[int], sources: list[int], targets: list[int]) -> None:
         """Copies column `sources[i]` of `rows[i]` to column `targets[i]`; reads all before it writes."""
-        placed: dict[torch.device, list[Tensor]] = {}
+        row, source, target = map(torch.tensor, (rows, sources, targets))
         for buffer in self._buffers():
-            if buffer.device not in placed:
-                placed[buffer.device] = [torch.tensor(i, device=buffer.device) for i in (rows, sources, targets)]
-            row, source, target = placed[buffer.device]
             buffer[row, :, target] = buffer[row, :, source]
 
     def copy_row(self, source: int, target: int, columns: int) -> None:
