@@ -328,6 +328,14 @@ def test_bounds() -> None:
     assert kept.row_capacity == 5
 
 
+def test_a_pass_may_fill_the_last_column() -> None:
+    """Buffers grew a column early, which bounds of memory counted."""
+    session = LanguageModel(tiny("llama")).session()
+    session.bound(1, 200)
+    session.run([Work.text(session.add(), [5] * 200)])
+    assert session.buffers.capacity == 200
+
+
 def test_shared_encoder() -> None:
     """Equal encoders are recognised by their weights; one different number is enough to tell them apart."""
     target, draft = LanguageModel(tiny("whisper")), LanguageModel(tiny("whisper"))
