@@ -128,7 +128,7 @@ def _faded(line: LinearFit) -> LinearFit:
     if line.weight <= _WEIGHT:
         return line
     sums, mean = [_WEIGHT / line.weight * value for value in line[:5]], line.seconds / line.weight
-    return LinearFit(*sums, steepness=line.slope / mean, trust=line.trust)
+    return LinearFit._make((*sums, line.slope / mean, line.trust))
 
 
 def write_costs(last: LastPacings, odds: Odds | None) -> None:
