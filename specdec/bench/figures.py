@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
+from statistics import median
 from typing import NamedTuple
 
 import numpy as np
@@ -40,29 +40,19 @@ class Speedup(NamedTuple):
         }[self.state]
 
 
-class BatchTiming(NamedTuple):
-    """One batch of prompts: median seconds and new tokens over its repetitions."""
-
-    seconds: float
-    tokens: float
-
-
-def requests(samples: Sequence[Sample]) -> dict[int, BatchTiming]:
-    """The requests of one system, by batch."""
+def requests(samples: Sequence[Sample]) -> dict[int, tuple[float, float]]:
+    """The requests of one system by batch: median seconds and new tokens over its repetitions."""
     by_batch: dict[int, list[Sample]] = {}
     for sample in samples:
         by_batch.setdefault(sample.batch, []).append(sample)
-    return {
-        batch: BatchTiming(statistics.median(s.seconds for s in repeats), statistics.median(s.count for s in repeats))
-        for batch, repeats in by_batch.items()
-    }
+    return {batch: (median(s.seconds for s in some), median(s.count for s in some)) for batch, some in by_batch.items()}
 
 
 def per_token(samples: Sequence[Sample]) -> float:
     """Seconds per new token over all requests; infinite without any."""
     timings = requests(samples).values()
-    tokens = sum(t.tokens for t in timings)
-    return sum(t.seconds for t in timings) / tokens if tokens else float("inf")
+    tokens = sum(tokens for _, tokens in timings)
+    return sum(seconds for seconds, _ in timings) / tokens if tokens else float("inf")
 
 
 def speedup(plain: Sequence[Sample], assisted: Sequence[Sample]) -> Speedup | None:

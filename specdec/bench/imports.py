@@ -6,7 +6,7 @@ import hashlib
 import os
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
@@ -45,23 +45,12 @@ def line_of(error: BaseException) -> str:
 def digests(names: Sequence[str]) -> dict[str, str]:
     """Digests of the code of imported modules, and of modules that define drafts, schedules or strategies, by name.
 
-    A module in a package has its package's digest. Other code makes other samples.
+    A module in a package has the digest of what is imported of its package. Other code makes other samples.
     """
     kinds = [*DRAFTS.values(), *SCHEDULES.values(), *strategies.STRATEGIES] if names else []
-    modules = {name.partition(".")[0] for name in [*names, *(kind.__module__ for kind in kinds)]}
-    hashes = {name: hashlib.sha256() for name in sorted(modules - {"specdec"})}
-    for name, digest in hashes.items():
-        for file in _files(name):
-            digest.update(file.read_bytes())
-    return {name: digest.hexdigest() for name, digest in hashes.items()}
-
-
-def _files(name: str) -> Iterator[Path]:
-    """The files of a loaded module, or of all modules of a package."""
-    module = sys.modules.get(name)
-    folders = getattr(module, "__path__", None)
-    if folders is not None:
-        for folder in folders:
-            yield from sorted(Path(folder).rglob("*.py"))
-    elif file := getattr(module, "__file__", None):
-        yield Path(file)
+    roots = {name.partition(".")[0] for name in [*names, *(kind.__module__ for kind in kinds)]} - {"specdec"}
+    hashes = {root: hashlib.sha256() for root in sorted(roots)}
+    for name in sorted(name for name in sys.modules if name.partition(".")[0] in hashes):
+        if (file := getattr(sys.modules[name], "__file__", None)) is not None:
+            hashes[name.partition(".")[0]].update(Path(file).read_bytes())
+    return {root: digest.hexdigest() for root, digest in hashes.items()}

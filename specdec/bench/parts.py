@@ -7,7 +7,9 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from specdec.options.load import Loading
+from specdec.errors import OptionError
+from specdec.models import check_source
+from specdec.options.load import NAMES, Loading
 
 Count = Annotated[int, Field(ge=1)]
 
@@ -24,45 +26,45 @@ class SuitePart(BaseModel):
 
 
 class Mode(SuitePart):
-    """How models are loaded: arguments of `SpecGenerator.from_pretrained` for the target, and a name.
+    """How models are loaded: fields of `Loading` for the target, and a name.
 
     A draft shares `dtype`, `device_map`, `backend` and `trust_remote_code`; `draft_options` hold for it alone, and
     `memory` for words of drafts that copy.
     """
 
+    model_config = ConfigDict(frozen=True, extra="allow")
+
     name: str = ""
-    dtype: str | None = None
-    quantization: str | None = None
-    gguf_file: str | None = None
-    offload: str | None = None
-    offload_folder: str | None = None
-    max_memory: dict[str | int, str | int] | None = None
-    device_map: str | dict[str, str | int] | None = None
-    revision: str | None = None
-    backend: str | None = None
-    exactness: str | None = None
-    activations: str | None = None
-    trust_remote_code: bool | None = None
     draft_options: dict[str, Any] = {}
     memory: bool | str | list[str] = False
 
     @model_validator(mode="after")
     def _is_checked(self) -> Mode:
-        loading, _ = Loading.split(self.loading)
+        loading, others = Loading.split(self.loading)
+        if others:
+            raise OptionError(f"`{next(iter(others))}` is no option of loading: pass one of {', '.join(NAMES)}")
         loading.of_draft(self.draft_options)
         return self
 
     @property
     def label(self) -> str:
         """The name, or the arguments that are set."""
-        offload = self.offload and f"offload {self.offload}"
-        parts = [self.dtype, self.quantization or self.gguf_file, offload, self.backend, self.exactness]
-        parts.append(self.activations and f"{self.activations} activations")
+        how = self.loading
+        offload, rows = (how.get(name) for name in ("offload", "activations"))
+        parts = [how.get("dtype"), how.get("quantization") or how.get("gguf_file"), offload and f"offload {offload}"]
+        parts += [how.get("backend"), how.get("exactness"), rows and f"{rows} activations"]
         return self.name or ", ".join(filter(None, parts)) or "as loaded"
 
     @property
     def loading(self) -> dict[str, Any]:
-        return self.model_dump(exclude={"name", "draft_options", "memory"}, exclude_none=True)
+        return {name: value for name, value in (self.model_extra or {}).items() if value is not None}
+
+    def check(self, target: str, draft: str | None) -> None:
+        """Raises OptionError for a target or draft that names no model, and LoadError where the hub cannot say."""
+        how = Loading.split(self.loading)[0]
+        check_source(target, how, "target")
+        if draft is not None:
+            check_source(draft, how.of_draft(self.draft_options), "draft")
 
 
 class PromptSet(SuitePart):

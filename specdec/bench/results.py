@@ -33,7 +33,9 @@ def results(store: Store) -> Results:
         "fingerprint": store.fingerprint,
         "groups": groups,
         "mismatches": [{**asdict(m), "excuse": _excuse(store, m)} for m in store.mismatches],
-        "failures": [asdict(failure) for failure in store.failures],
+        "failures": [
+            {"group": group, "system": system, "error": why} for (group, system), why in store.failures.items()
+        ],
         "contention": Watch(spins, load).verdict() if spins else "nothing was measured",
         "runs": [run.provenance for run in store.runs],
         "suite": suite.model_dump(mode="json", exclude_none=True),
@@ -79,6 +81,10 @@ def _system(store: Store, group: Group, cell: Cell | None, plain: list[Sample]) 
     tokens, stats = sum(s.count for s in samples), _total(samples)
     faster = speedup(plain, samples) if cell is not None else None
     memory = [s.memory for s in samples if s.memory is not None]
+    ratios = {
+        name: speedup(*([s for s in side if s.category == name] for side in (plain, samples)))
+        for name in dict.fromkeys(s.category for s in samples)
+    }
     return {
         "name": _system_name(cell, stats),
         "draft": None if cell is None else cell.draft,
@@ -89,7 +95,7 @@ def _system(store: Store, group: Group, cell: Cell | None, plain: list[Sample]) 
         "ms_per_token": 1e3 * per_token(samples),
         "tokens_per_second": 1 / per_token(samples),
         "speedup": None if faster is None else {**faster._asdict(), "state": faster.state, "words": faster.in_words()},
-        "categories": {} if cell is None else _categories(plain, samples),
+        "categories": {name: ratio.value for name, ratio in ratios.items() if cell is not None and ratio is not None},
         "token_ms": _ms([gap for s in samples for gap in s.gaps]),
         "request_ms": _ms([s.seconds for s in samples]),
         "first_token_ms": _ms([s.first_token for s in samples]),
@@ -134,14 +140,6 @@ def _split(samples: Sequence[Sample], stats: Stats) -> dict[str, float]:
     seconds = {name: getattr(stats, f"{name}_seconds") for name in ("draft", "verify", "select")}
     seconds["overhead"] = sum(sample.seconds for sample in samples) - sum(seconds.values())
     return {name: 1e3 * value / sum(sample.count for sample in samples) for name, value in seconds.items()}
-
-
-def _categories(plain: Sequence[Sample], samples: Sequence[Sample]) -> dict[str, float]:
-    speedups = {}
-    for category in dict.fromkeys(s.category for s in samples):
-        if ratio := speedup(*([s for s in side if s.category == category] for side in (plain, samples))):
-            speedups[category] = ratio.value
-    return speedups
 
 
 def _sameness(store: Store, group: Group, samples: Sequence[Sample]) -> Results:

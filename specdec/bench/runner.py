@@ -14,13 +14,11 @@ import torch
 from specdec.bench.imports import digests, line_of
 from specdec.bench.machine import Watch, provenance
 from specdec.bench.prompts import PromptText, batches, pick_prompts
-from specdec.bench.samples import Difference, Failure, Key, Mismatch, Run, Sample, Store, differences, fingerprint
+from specdec.bench.samples import Difference, Key, Mismatch, Run, Sample, Store, differences, fingerprint
 from specdec.bench.suite import PLAIN, Cell, Group, Suite
 from specdec.bench.systems import Systems, measure
 from specdec.errors import OptionError, SpecdecError
 from specdec.generator.generation import Generation
-from specdec.models import check_source
-from specdec.options.load import Loading
 from specdec.options.versions import versions
 
 Notify = Callable[[int, int, str], None]
@@ -61,14 +59,13 @@ class GroupRun:
 
     def _attempt(self, cell: Cell | None, action: Callable[[], None]) -> bool:
         """Runs `action` unless the system failed before; returns whether it succeeded, and notes the failure."""
-        if any((f.group, f.system) == (self.group.label, name_of(cell)) for f in self.store.failures):
-            return False
-        try:
-            action()
-        except Exception as error:
-            self.store.failures.append(Failure(self.group.label, name_of(cell), in_words(error)))
-            return False
-        return True
+        system, failures = (self.group.label, name_of(cell)), self.store.failures
+        if system not in failures:
+            try:
+                action()
+            except Exception as error:
+                failures[system] = in_words(error)
+        return system not in failures
 
     def _warm_up(self, systems: Systems, cell: Cell | None) -> None:
         """Makes short calls, of which the first loads the draft."""
@@ -83,8 +80,8 @@ class GroupRun:
             return
         self.report(f"{self.group.label}: {name_of(cell)}")
         prompts = self.batches[batch]
-        if batch == 0:  # a draft that remembers would have the answers of the last repeat
-            systems.reopen(self.group.label, cell)
+        if batch == 0:
+            systems.forget(self.group.label, cell)
         generator = systems.generator(self.group.label, cell)
         watch.look()
         out, fields = measure(generator, self._call(cell, prompts))
@@ -179,21 +176,15 @@ def run(suite: Suite, folder: Path, notify: Notify = lambda done, total, doing: 
 def check_names(suite: Suite) -> None:
     """Raises OptionError for a target or draft that names no model, and LoadError where the hub cannot say."""
     for group in suite.groups():
-        how, _ = Loading.split(group.mode.loading)
-        check_source(group.target, how, "target")
-        for name in dict.fromkeys(cell.name.model for cell in group.cells):
-            if name is not None:
-                _check_draft(name, how.of_draft(group.mode.draft_options))
-
-
-def _check_draft(name: str, how: Loading) -> None:
-    try:
-        check_source(name, how, "draft")
-    except SpecdecError as error:
-        if "/" in name:
-            raise
-        way_out = f"pass `specdec bench --import` the module that registers the word ({error})"
-        raise OptionError.of("drafts", "a registered word, a folder or an id of the hub", name, way_out) from error
+        for name in (None, *dict.fromkeys(cell.name.model for cell in group.cells)):
+            try:
+                group.mode.check(group.target, name)
+            except SpecdecError as error:
+                if name is None or "/" in name:
+                    raise
+                way_out = f"pass `specdec bench --import` the module that registers the word ({error})"
+                expected = "a registered word, a folder or an id of the hub"
+                raise OptionError.of("drafts", expected, name, way_out) from error
 
 
 def _measure(groups: Sequence[GroupRun], watch: Watch) -> None:
@@ -203,7 +194,8 @@ def _measure(groups: Sequence[GroupRun], watch: Watch) -> None:
     try:
         systems = Systems(target, mode)
     except Exception as error:
-        groups[0].store.failures += [Failure(group.group.label, PLAIN, in_words(error)) for group in groups]
+        for group in groups:
+            group.store.failures[group.group.label, PLAIN] = in_words(error)
         return
     for group in groups:
         group.run(systems, watch)

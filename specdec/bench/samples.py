@@ -91,15 +91,6 @@ class Mismatch(Key):
 
 
 @dataclass(frozen=True)
-class Failure:
-    """A system that could not be measured, and why; the next run tries again."""
-
-    group: str
-    system: str
-    error: str
-
-
-@dataclass(frozen=True)
 class Run:
     """One start of the benchmark (see `machine.provenance`)."""
 
@@ -112,8 +103,9 @@ _ANEW = "choose another --out, or pass --restart to begin anew"
 
 
 class Store:
-    """The records of a suite: reads the folder's records, and appends a line for each new record but `failures`.
+    """The records of a suite: reads the folder's records, and appends a line for each new one.
 
+    `failures`: why a system of a group could not be measured; the next run tries again.
     Raises OptionError for a folder that cannot be written to, or whose samples belong to another configuration.
     """
 
@@ -123,7 +115,7 @@ class Store:
         self.samples: dict[Key, Sample] = {}
         self.mismatches: list[Mismatch] = []
         self.runs: list[Run] = []
-        self.failures: list[Failure] = []
+        self.failures: dict[tuple[str, str], str] = {}
         first = {"kind": "benchmark", "fingerprint": fingerprint}
         try:
             folder.mkdir(parents=True, exist_ok=True)

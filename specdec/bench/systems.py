@@ -45,17 +45,10 @@ class Systems:
             self._cells[key] = self._assisted(cell)
         return self._cells[key]
 
-    def reopen(self, group: str, cell: Cell | None) -> None:
-        """Opens a draft that the caller registered anew, so that it has seen no requests; a memory forgets them.
-
-        The draft's schedule keeps what it learned. A draft with models stays as it is.
-        """
-        generator = self.generator(group, cell)
-        if generator.memory is not None:
-            generator.memory.forget()
-        is_callers = type(generator.draft).__module__.partition(".")[0] != "specdec"
-        if cell is not None and generator.draft is not None and is_callers and cell.name.model is None:
-            generator._scheduled.draft = Drafts(self.plain.target).make(cell.draft, self.plain.tokenizer)
+    def forget(self, group: str, cell: Cell | None) -> None:
+        """Has a memory forget requests, so that no repeat finds the answers of the last one."""
+        if (memory := self.generator(group, cell).memory) is not None:
+            memory.forget()
 
     def _assisted(self, cell: Cell) -> SpecGenerator:
         draft: Any = cell.draft

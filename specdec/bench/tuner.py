@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import dropwhile
+from operator import ne
 from pathlib import Path
 from statistics import mean
 from time import perf_counter
@@ -47,58 +48,67 @@ def describe(values, digits=2):
 
 
 @dataclass(frozen=True)
-class Trial:
-    """A draft with a target in one mode, measured on the same prompts as the mode's plain decoding.
+class Answer:
+    """One answer; `ms` per token after the first, None where there are none; `first_token` in seconds."""
 
-    `times`: ms per token after the first, by the number of the prompt; `plain_times`: those of plain decoding.
-    `first_token` in seconds; `different` answers part from plain decoding's; `exactness`: what the target promises.
+    ms: float | None
+    first_token: float
+    seconds: float
+    tokens: Sequence[int]
+    stats: Stats
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A draft with a target in one mode: its `answers` and `plain` decoding's, by the number of the prompt.
+
+    `exactness`: what the target promises.
     """
 
     mode: Mode
     draft: str
-    times: Mapping[int, float]
-    plain_times: Mapping[int, float]
-    first_token: float
-    different: int
+    answers: Mapping[int, Answer]
+    plain: Mapping[int, Answer]
     exactness: str
-    stats: Stats = field(repr=False)
-    plain_stats: Stats = field(repr=False)
-
-    @property
-    def answers(self) -> int:
-        return len(self.times)
 
     @property
     def ms(self) -> float:
-        return mean(self.times.values())
+        return mean(one.ms or 0.0 for one in self.answers.values())
 
     @property
-    def plain_ms(self) -> float:
-        return mean(self.plain_times.values())
-
-    @property
-    def pays(self) -> bool:
-        """Whether the draft is faster than plain decoding, beyond noise."""
-        return self.ms < _FASTER * self.plain_ms
+    def first_token(self) -> float:
+        return mean(one.first_token for one in self.answers.values())
 
     @property
     def speedup(self) -> float:
         """Plain decoding's time per token over the draft's."""
-        return self.plain_ms / self.ms
+        return mean(one.ms or 0.0 for one in self.plain.values()) / self.ms
+
+    @property
+    def pays(self) -> bool:
+        """Whether the draft is faster than plain decoding, beyond noise."""
+        return _FASTER * self.speedup > 1
+
+    @property
+    def different(self) -> int:
+        """How many answers part from plain decoding's before the shorter one ends, as time ends them."""
+        pairs = [(one.tokens, self.plain[at].tokens) for at, one in self.answers.items()]
+        return sum(any(map(ne, mine, theirs)) for mine, theirs in pairs)
 
     @property
     def weights(self) -> str:
         """What most of the target's weights are stored in."""
-        return self.stats.settings.get("weight_kind", self.mode.label)
+        stats = next(iter(self.answers.values())).stats
+        return stats.settings.get("weight_kind", self.mode.label)
 
     @property
     def reason(self) -> str:
         """Why the draft does not pay: how often it is right, and what guessing and checking cost."""
-        stats, plain = self.stats, self.plain_stats
+        stats = total([one.stats for one in self.answers.values()])
         if not stats.num_draft_tokens:
             return "it guessed nothing, as these texts repeat nothing"
-        a_pass = _pass_seconds(plain)
-        guess, wide = stats.draft_seconds / stats.num_draft_tokens / a_pass, _pass_seconds(stats) / a_pass
+        a_pass = _pass_seconds(self.plain)
+        guess, wide = stats.draft_seconds / stats.num_draft_tokens / a_pass, _pass_seconds(self.answers) / a_pass
         right = f"{stats.draft_acceptance_rate:.0%} of {stats.num_draft_tokens} guesses were right"
         cost = f"a guess took {guess:.2f} of a pass, reading prompts included"
         return f"{right}, {cost}, and a pass over guesses {wide:.2f} of a plain one"
@@ -113,10 +123,11 @@ class Skipped:
     failed: bool = False
 
 
-def _pass_seconds(stats: Stats) -> float:
+def _pass_seconds(answers: Mapping[int, Answer]) -> float:
     """Seconds of one of the target's passes after the first token."""
-    passes = max(stats.num_target_passes - len(stats.finish_reasons), 1)
-    return max(stats.verify_seconds + stats.select_seconds - stats.first_token_seconds, 1e-9) / passes
+    parts = [one.stats for one in answers.values()]
+    seconds = sum(stats.verify_seconds + stats.select_seconds - stats.first_token_seconds for stats in parts)
+    return max(seconds, 1e-9) / max(sum(stats.num_target_passes - len(stats.finish_reasons) for stats in parts), 1)
 
 
 def drafts_to_try(draft: str) -> list[str]:
@@ -134,7 +145,8 @@ def further_modes(target: LanguageModel, mode: Mode) -> list[Mode]:
 
     None where `mode` says how, elsewhere than on a CPU, and for small or rounded models.
     """
-    chosen = mode.dtype or mode.quantization or mode.gguf_file or mode.backend == "eager"
+    how = mode.loading
+    chosen = how.keys() & {"dtype", "quantization", "gguf_file"} or how.get("backend") == "eager"
     if chosen or target.device.type != "cpu" or target.is_encoder_decoder or not kernels.available():
         return []
     if target.weight_bytes < _LARGE or target.weight_kind not in ("float32", "bfloat16", "float16"):
@@ -167,14 +179,16 @@ def prompts_for(generator: SpecGenerator, source: str | None) -> list[dict[str, 
 
 def comparable(trials: Sequence[Trial]) -> list[Trial]:
     """The trials with the prompts that all of them answered; only those of the first mode if there is no prompt."""
-    prompts = set.intersection(*({*trial.times} for trial in trials))
+    prompts = set.intersection(*({*trial.answers} for trial in trials))
     if not prompts:
         return [trial for trial in trials if trial.mode == trials[0].mode]
+    return [_cut(trial, prompts) for trial in trials]
 
-    def cut(times: Mapping[int, float]) -> dict[int, float]:
-        return {at: times[at] for at in prompts}
 
-    return [replace(trial, times=cut(trial.times), plain_times=cut(trial.plain_times)) for trial in trials]
+def _cut(trial: Trial, prompts: Iterable[int]) -> Trial:
+    """The trial with these prompts alone."""
+    answers, plain = ({at: some[at] for at in prompts} for some in (trial.answers, trial.plain))
+    return replace(trial, answers=answers, plain=plain)
 
 
 def best(trials: Sequence[Trial]) -> Trial:
@@ -219,7 +233,7 @@ class Tuner:
             self._say(f"loading {self.target}, {mode.label}")
             began = self.clock()
             try:
-                systems = Systems(self.target, mode, models=self._models.setdefault(mode.dtype, {}))
+                systems = Systems(self.target, mode, models=self._models.setdefault(mode.loading.get("dtype"), {}))
             except Exception as error:
                 yield Skipped(mode, in_words(error), failed=number == 1)
                 continue
@@ -251,7 +265,8 @@ class Tuner:
             if draft != NONE:
                 self._say(f"loading the draft {draft}")
             try:
-                generators[draft] = systems.generator("", _cell(draft))
+                cell = None if draft == NONE else Cell(draft, Drafting(schedule="auto"))
+                generators[draft] = systems.generator("", cell)
             except Exception as error:
                 errors.append(in_words(error))
         yield from (Skipped(mode, why, failed=True) for why in dict.fromkeys(errors))
@@ -276,20 +291,19 @@ class Tuner:
         self._lap = max(first.seconds * len(generators), 1e-9)
         now, seconds = self.clock(), self._share(more)
         laps = min(max(int(seconds / self._lap), 1), len(calls))
-        answers: dict[str, list[_Answer]] = {draft: [] for draft in generators}
+        answers: dict[str, dict[int, Answer]] = {draft: {} for draft in generators}
         for number, call in enumerate(calls[:laps]):
             for place, (draft, generator) in enumerate(generators.items()):
                 self._say(f"{mode.label}, draft {draft}, prompt {number + 1} of {laps}")
                 left = (laps - number) * len(generators) - place
                 most = max((now + seconds - self.clock()) / left, first.seconds)
                 self.watch.look()
-                answers[draft].append(self._answer(generator, call, _TOKENS, most))
+                answers[draft][number] = self._answer(generator, call, _TOKENS, most)
             if self.clock() >= now + seconds:
                 break
-        whole = [at for at in range(len(answers[NONE])) if all(own[at].ms is not None for own in answers.values())]
-        exactness = generators[NONE].target.exactness
-        for draft, own in answers.items() if whole else ():
-            yield _trial(mode, draft, exactness, *({at: some[at] for at in whole} for some in (own, answers[NONE])))
+        whole = [at for at in answers[NONE] if all(some[at].ms is not None for some in answers.values())]
+        for draft, some in answers.items() if whole else ():
+            yield _cut(Trial(mode, draft, some, answers[NONE], generators[NONE].target.exactness), whole)
 
     def _share(self, more: int) -> float:
         """Seconds for the answers of this mode: of further ones, as many are left time for as leave a lap each."""
@@ -299,7 +313,7 @@ class Tuner:
                 break
         return seconds
 
-    def _answer(self, generator: SpecGenerator, call: Mapping[str, Any], most: int, seconds: float | None) -> _Answer:
+    def _answer(self, generator: SpecGenerator, call: Mapping[str, Any], most: int, seconds: float | None) -> Answer:
         limits = {"max_new_tokens": most, "max_time": seconds}
         out, measured = measure(generator, {**call, **PRESETS["greedy"], **limits})
         assert out.stats is not None
@@ -308,49 +322,4 @@ class Tuner:
         # A draft model reads the prompt in the first round, which longer answers outweigh.
         steady = [*dropwhile(lambda gap: gap == gaps[0], gaps)] or gaps
         ms = 1e3 * mean(steady) if gaps and decoded else None
-        return _Answer(ms, measured["first_token"], measured["seconds"], out.new_tokens(), out.stats)
-
-
-@dataclass(frozen=True)
-class _Answer:
-    """One answer; `ms` per token after the first, None where there are none."""
-
-    ms: float | None
-    first_token: float
-    seconds: float
-    tokens: list[list[int]]
-    stats: Stats
-
-
-def _cell(draft: str) -> Cell | None:
-    return None if draft == NONE else Cell(draft, Drafting(schedule="auto"))
-
-
-def _trial(
-    mode: Mode, draft: str, exactness: str, answers: Mapping[int, _Answer], plain: Mapping[int, _Answer]
-) -> Trial:
-    """The figures of answers by prompt; texts are compared as far as both go, as time ends them."""
-    times, plain_times = ({at: one.ms or 0.0 for at, one in some.items()} for some in (answers, plain))
-    return Trial(
-        mode,
-        draft,
-        times,
-        plain_times,
-        first_token=mean(one.first_token for one in answers.values()),
-        different=sum(_parts(one.tokens[0], plain[at].tokens[0]) for at, one in answers.items()),
-        exactness=exactness,
-        stats=_total(answers.values()),
-        plain_stats=_total(plain.values()),
-    )
-
-
-def _parts(mine: Sequence[int], theirs: Sequence[int]) -> bool:
-    """Whether two texts differ before the shorter one ends."""
-    length = min(len(mine), len(theirs))
-    return mine[:length] != theirs[:length]
-
-
-def _total(answers: Iterable[_Answer]) -> Stats:
-    """Statistics of all answers, with all of their time to the first token."""
-    parts = [one.stats for one in answers]
-    return replace(total(parts), first_token_seconds=sum(one.first_token_seconds for one in parts))
+        return Answer(ms, measured["first_token"], measured["seconds"], out.new_tokens()[0], out.stats)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import shutil
-import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from shlex import join
@@ -23,10 +23,10 @@ from specdec.cli.request import CommandRequest, read_request
 from specdec.cli.show import PROMPT, write, write_json
 from specdec.cli.terminal import FAILED, OK, Bar, loading
 from specdec.options.drafts import read_draft
-from specdec.options.load import Loading
 
 if TYPE_CHECKING:
     from specdec.bench.tuner import Trial
+    from specdec.core.drafts import Draft
     from specdec.generator.generator import SpecGenerator
     from specdec.models import LanguageModel
 
@@ -43,7 +43,7 @@ _EXTRAS = {
 }
 """Extras of the package, and what they add."""
 _SECONDS = 60.0  # for a whole examination
-_FIGURES = ("weights", "draft", "ms", "speedup", "first_token", "answers", "different")
+_FIGURES = ("weights", "draft", "ms", "speedup", "first_token", "different")
 _BUSY = "measure again on a quiet machine: other programs use its cores"
 _MARKS = {"good": ("✓", Style(color="green")), "note": ("·", PROMPT), "bad": ("✗", Style(color="red", bold=True))}
 _WIDTH = 16  # columns of a name
@@ -51,8 +51,9 @@ _WIDTH = 16  # columns of a name
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the examination: the part of a section, its state in words, and the remedy where it is not good; what
-    was measured has `figures`. A command stays one line.
+    """One line of the examination: the part of a section, its state in words, and the remedy where it is not good.
+
+    What was measured has `figures`.
     """
 
     section: str
@@ -61,7 +62,6 @@ class Finding:
     state: State = "good"
     remedy: str | None = None
     figures: Mapping[str, Any] | None = None
-    is_command: bool = False
 
 
 def machine() -> Iterator[Finding]:
@@ -71,58 +71,49 @@ def machine() -> Iterator[Finding]:
     from specdec.kernels import page_state
     from specdec.models import free_bytes
 
-    found = provenance()
-    yield Finding("machine", "processor", f"{found['processor']}: {found['cores']} cores, {found['threads']} threads")
-    yield Finding("machine", "instructions", " ".join(found["flags"]) or "unknown", "note")
-    waiting = waiting_threads()
-    remedy = None if waiting is None else FEWER_THREADS
-    text = waiting or f"torch uses {found['threads']}, which do not wait for cores"
-    yield Finding("machine", "threads", text, "good" if waiting is None else "note", remedy)
+    one, facts, waiting = partial(Finding, "machine"), provenance(), waiting_threads()
+    yield one("processor", f"{facts['processor']}: {facts['cores']} cores, {facts['threads']} threads")
+    yield one("instructions", " ".join(facts["flags"]) or "unknown", "note")
+    if waiting is None:
+        yield one("threads", f"torch uses {facts['threads']}, which do not wait for cores")
+    else:
+        yield one("threads", waiting, "note", FEWER_THREADS)
     free = free_bytes(torch.device("cpu")) / 2**30
-    speed = memory_bandwidth() / 1e9
-    yield Finding("machine", "memory", f"{found['memory_gib']} GiB, {free:.1f} free; read at {speed:.0f} GB/s")
-    yield Finding("machine", "pages of weights", page_state(), "note")
-    if (name := found["accelerator"]) is not None:
+    yield one("memory", f"{facts['memory_gib']} GiB, {free:.1f} free; read at {memory_bandwidth() / 1e9:.0f} GB/s")
+    yield one("pages of weights", page_state(), "note")
+    if (name := facts["accelerator"]) is not None:
         free, whole = (size / 2**30 for size in torch.cuda.mem_get_info())
-        yield Finding("machine", "accelerator", f"{name}: {whole:.1f} GiB, {free:.1f} free")
+        yield one("accelerator", f"{name}: {whole:.1f} GiB, {free:.1f} free")
     elif shutil.which("nvidia-smi") is not None or Path("/proc/driver/nvidia").exists():
         remedy = "pip install torch, without a CPU build's index or constraints"
-        yield Finding("machine", "accelerator", "installed, but this torch does not see it", "bad", remedy)
+        yield one("accelerator", "installed, but this torch does not see it", "bad", remedy)
     else:
-        yield Finding("machine", "accelerator", "none: models run on the processor", "note")
+        yield one("accelerator", "none: models run on the processor", "note")
 
 
 def installation() -> Iterator[Finding]:
     from specdec import kernels
     from specdec.models import packed_weights
 
-    needed = [Requirement(text) for text in _requirements()]
-    core = [one for one in needed if one.marker is None]
-    wrong = [one for one in core if _lacks(one)]
-    found = ", ".join(f"{one.name} {_version(one.name) or 'missing'}" for one in core)
-    if wrong:
-        remedy = f"pip install {' '.join(repr(str(one)) for one in wrong)}"
-        yield Finding("installation", "packages", f"{found}: others were tested", "bad", remedy)
+    one, needed = partial(Finding, "installation"), [Requirement(text) for text in _requirements()]
+    core = [package for package in needed if package.marker is None]
+    there = ", ".join(f"{package.name} {_version(package.name) or 'missing'}" for package in core)
+    if wrong := [str(package) for package in core if _lacks(package)]:
+        yield one("packages", f"{there}: others were tested", "bad", f"pip install {' '.join(map(repr, wrong))}")
     else:
-        yield Finding("installation", "packages", found)
+        yield one("packages", there)
     kernels.try_again()
-    missing = kernels.lack()
-    if missing is None:
-        yield Finding("installation", "kernels", f"of our own, built for this processor in {kernels.folder()}")
-        yield Finding("installation", "packed weights", packed_weights(), "note")
+    if (missing := kernels.lack()) is None:
+        yield one("kernels", f"of our own, built for this processor in {kernels.folder()}")
+        yield one("packed weights", packed_weights(), "note")
     else:
-        text = f"none, so passes stay torch's: {missing.reason}"
-        yield Finding("installation", "kernels", text, "bad", missing.way_out or None)
+        yield one("kernels", f"none, so passes stay torch's: {missing.reason}", "bad", missing.way_out or None)
     for extra, brings in _EXTRAS.items():
-        own = [one for one in needed if one.marker is not None and one.marker.evaluate({"extra": extra})]
-        if not own:  # an older installation lacks this extra
-            continue
-        lacking = [one.name for one in own if _lacks(one)]
-        if lacking:
-            remedy = f"pip install -e '.[{extra}]'"
-            yield Finding("installation", f"[{extra}]", f"{brings}: no {', '.join(lacking)}", "note", remedy)
-        else:
-            yield Finding("installation", f"[{extra}]", brings)
+        packages = [package for package in needed if package.marker and package.marker.evaluate({"extra": extra})]
+        if lacking := [package.name for package in packages if _lacks(package)]:
+            yield one(f"[{extra}]", f"{brings}: no {', '.join(lacking)}", "note", f"pip install -e '.[{extra}]'")
+        elif packages:  # an older installation lacks this extra
+            yield one(f"[{extra}]", brings)
 
 
 def _requirements() -> list[str]:
@@ -148,55 +139,47 @@ def _lacks(needed: Requirement) -> bool:
 
 def check_models(generator: SpecGenerator) -> Iterator[Finding]:
     """Target and draft, their backends, and whether they fit."""
-    draft = generator.draft
-    parts = [("target", generator.target), *(("draft", one) for one in (draft.models if draft else ()))]
-    for role, model in parts:
+    one, draft, target = partial(Finding, "models"), generator.draft, generator.target
+    for role, model in (("target", target), *(("draft", model) for model in (draft.models if draft else ()))):
         kind, dtype = type(model.model).__name__, str(model.dtype).removeprefix("torch.")
-        weights = f"{model.weight_bytes / 2**20:.0f} MiB of weights"
-        yield Finding("models", role, f"{kind}, {model.num_layers} layers, {dtype}, {weights}")
-        yield _backend(role, model)
-    if generator.target.capability.cache_kind != "kv":
-        yield Finding("models", "cache", f"{generator.target.capability.reason}: guesses cost more here", "note")
+        yield one(role, f"{kind}, {model.num_layers} layers, {dtype}, {model.weight_bytes / 2**20:.0f} MiB of weights")
+        state: State = "good" if model.backend == "packed" else "note"
+        yield one(f"{role}'s backend", f"{model.backend}: {_why_backend(model)}", state)
+    if target.capability.cache_kind != "kv":
+        yield one("cache", f"{target.capability.reason}: guesses cost more here", "note")
     if draft is None:
-        remedy = "name one: --draft MODEL, or --draft suffix for text that copies"
-        yield Finding("models", "draft", "none", "note", remedy)
+        yield one("draft", "none", "note", "name one: --draft MODEL, or --draft suffix for text that copies")
     else:
-        yield _fit(generator)
+        yield _fit(draft, generator)
 
 
-def _backend(role: str, model: LanguageModel) -> Finding:
-    """The backend that a model was loaded with, and the reason for it."""
+def _why_backend(model: LanguageModel) -> str:
+    """Why a model was loaded with its backend."""
     from specdec import kernels
     from specdec.models.backends.packed_layers import why_not_packed
 
     if model.backend == "packed":
-        reason = "short passes over packed weights are faster on this processor, which was measured"
-    elif unpackable := why_not_packed(model.model):
-        reason = f"it {unpackable}"
-    else:
-        slow = "packed weights were not faster on this processor, or there are few of them"
-        reason = str(kernels.lack() or slow)
-    state: State = "good" if model.backend == "packed" else "note"
-    return Finding("models", f"{role}'s backend", f"{model.backend}: {reason}", state)
+        return "short passes over packed weights are faster on this processor, which was measured"
+    if unpackable := why_not_packed(model.model):
+        return f"it {unpackable}"
+    return str(kernels.lack() or "packed weights were not faster on this processor, or there are few of them")
 
 
-def _fit(generator: SpecGenerator) -> Finding:
+def _fit(draft: Draft, generator: SpecGenerator) -> Finding:
     """How the draft's guesses reach the target; a pair that does not fit fails to load."""
     from specdec.proposers import HybridDraft, ModelDraft, TextBridge
 
-    draft, target = generator.draft, generator.target
-    assert draft is not None
-    draft = draft.model if isinstance(draft, HybridDraft) else draft
+    one, draft = partial(Finding, "models", "fit"), draft.model if isinstance(draft, HybridDraft) else draft
     if not draft.models:
-        return Finding("models", "fit", f"{draft!r} reads the text alone and fits any target")
+        return one(f"{draft!r} reads the text alone and fits any target")
     if isinstance(draft, ModelDraft):
-        widths = {model.vocab_size for model in (target, *draft.models)}
-        known = len(generator.tokenizer) if generator.tokenizer is not None else min(widths)
-        return Finding("models", "fit", f"one vocabulary of {known:,} tokens: guesses are checked as they are")
+        widths = (model.vocab_size for model in (generator.target, *draft.models))
+        words = len(generator.tokenizer) if generator.tokenizer is not None else min(widths)
+        return one(f"one vocabulary of {words:,} tokens: guesses are checked as they are")
     if isinstance(draft, TextBridge):
         words = "another tokenizer: guesses travel as text, which costs time"
-        return Finding("models", "fit", words, "note", "a draft with the target's tokenizer, if there is one")
-    return Finding("models", "fit", "guesses are checked as they are")
+        return one(words, "note", "a draft with the target's tokenizer, if there is one")
+    return one("guesses are checked as they are")
 
 
 def tune(request: CommandRequest, prompts: str | None, deadline: float) -> Iterator[Finding]:
@@ -205,7 +188,7 @@ def tune(request: CommandRequest, prompts: str | None, deadline: float) -> Itera
     from specdec.bench.parts import Mode
     from specdec.bench.tuner import Skipped, Trial, Tuner, drafts_to_try
 
-    bar, trials = Bar(), list[Trial]()
+    bar, trials, chats = Bar(), list[Trial](), False
     drafts = drafts_to_try(request.draft or "none")
     tuner = Tuner(request.target, drafts, Mode(**request.loading), deadline, prompts, bar)
     events = tuner.run()
@@ -215,9 +198,10 @@ def tune(request: CommandRequest, prompts: str | None, deadline: float) -> Itera
         match event:
             case None:
                 break
-            case Skipped(mode, why, failed):
-                state: State = "bad" if failed else "note"
-                yield Finding("models" if failed else mode.label, "failure" if failed else "all drafts", why, state)
+            case Skipped(mode, why, failed=True):
+                yield Finding("models", "failure", why, "bad")
+            case Skipped(mode, why):
+                yield Finding(mode.label, "all drafts", why, "note")
             case Trial():
                 trials.append(event)
                 yield _trial(event)
@@ -238,14 +222,12 @@ def tune(request: CommandRequest, prompts: str | None, deadline: float) -> Itera
 
 def _trial(trial: Trial) -> Finding:
     """A draft's line in the table of its mode."""
-    first = f"{trial.ms:.1f} ms per token, first token {trial.first_token:.2f} s"
-    words = f"{first}; {trial.speedup:.2f}×" if trial.draft != "none" else first
-    if trial.draft != "none" and not trial.pays:
-        words += f", it does not pay: {trial.reason}"
-    figures = {name: getattr(trial, name) for name in _FIGURES}
-    return Finding(
-        f"{trial.weights} weights", _label(trial.draft), words, "good" if trial.pays else "note", figures=figures
-    )
+    words = f"{trial.ms:.1f} ms per token, first token {trial.first_token:.2f} s"
+    if trial.draft != "none":
+        words += f"; {trial.speedup:.2f}×" + ("" if trial.pays else f", it does not pay: {trial.reason}")
+    figures = {name: getattr(trial, name) for name in _FIGURES} | {"answers": len(trial.answers)}
+    state: State = "good" if trial.pays else "note"
+    return Finding(f"{trial.weights} weights", _label(trial.draft), words, state, figures=figures)
 
 
 def _label(draft: str) -> str:
@@ -267,7 +249,7 @@ def _advice(request: CommandRequest, trials: Sequence[Trial], *, chats: bool) ->
         gain = f"{trial.ms:.1f} ms per token, {plain.ms / trial.ms:.2f}× as fast as {plain.weights} weights"
         gain += " without a draft" if trial.mode == plain.mode else " without a draft; fewer bits write other texts"
         if name == "command" or trial is not fastest:
-            yield Finding("best", name, command(request, trial, chats=chats), remedy=gain, is_command=True)
+            yield Finding("best", name, command(request, trial, chats=chats), remedy=gain)
 
 
 def command(request: CommandRequest, trial: Trial, *, chats: bool) -> str:
@@ -287,8 +269,8 @@ def _compared(trials: Sequence[Trial]) -> Iterator[Finding]:
         yield Finding("best", "texts", "the same with the drafts and without")
     for promised in (True, False):
         group = [trial for trial in drafted if (trial.exactness in ("exact", "strict")) == promised]
-        different, answers = (sum(getattr(trial, name) for trial in group) for name in ("different", "answers"))
-        words = f"{different} of {answers} part"
+        different = sum(trial.different for trial in group)
+        words = f"{different} of {sum(len(trial.answers) for trial in group)} part"
         if different and promised:
             yield Finding("best", "texts", f"{words}, which is a bug", "bad", "please report it")
         elif different:
@@ -302,8 +284,8 @@ def _compared(trials: Sequence[Trial]) -> Iterator[Finding]:
 def doctor(
     ctx: typer.Context,
     target: str | None = flags.target("Model to examine: hub id, folder, GGUF file, or zoo:NAME."),
-    prompts: str | None = Option(
-        None, help="Your prompts: a text file or JSON lines, as for specdec bench; by default three kinds of text."
+    prompts: str | None = flags.flag(
+        "Your prompts: a text file or JSON lines, as for specdec bench; by default three kinds of text."
     ),
     seconds: float = Option(_SECONDS, min=0.1, help="Time for all of it, loading included."),
     *,
@@ -316,40 +298,31 @@ def doctor(
 
     Exit code 1: something is wrong; see the line with ✗.
     """
-    found: list[Finding] = []
+    findings: list[Finding] = []
     for finding in _examine(ctx.params, clock() + seconds):
         if not json_:
-            _show(finding, headed=not found or found[-1].section != finding.section)
-        found.append(finding)
+            _show(finding, headed=not findings or findings[-1].section != finding.section)
+        findings.append(finding)
     if json_:
-        write_json({"findings": [asdict(finding) for finding in found]})
-    return FAILED if any(finding.state == "bad" for finding in found) else OK
+        write_json({"findings": [asdict(finding) for finding in findings]})
+    return FAILED if any(finding.state == "bad" for finding in findings) else OK
 
 
 def _examine(params: Mapping[str, Any], deadline: float) -> Iterator[Finding]:
     """Yields findings one by one; checks all names before anything takes time."""
     request = None if params["target"] is None else read_request(params)
     with loading("looking at the machine"):
+        from specdec.bench.parts import Mode
+        from specdec.bench.prompts import pick_prompts
+
         if request is not None:
-            _check_names(request, params["prompts"])
+            Mode(**request.loading).check(request.target, read_draft(request.draft or "none").model)
+            if params["prompts"] is not None:
+                pick_prompts(params["prompts"], 1)
         here = [*machine(), *installation()]
     yield from here
     if request is not None:
         yield from tune(request, params["prompts"], deadline)
-
-
-def _check_names(request: CommandRequest, prompts: str | None) -> None:
-    """Raises OptionError for models and prompts that are nowhere."""
-    from specdec.bench.prompts import pick_prompts
-    from specdec.models import check_source
-
-    how = dict(request.loading)
-    draft, loading = how.pop("draft_options", None), Loading.split(how)[0]
-    check_source(request.target, loading, "target")
-    if (model := read_draft(request.draft or "none").model) is not None:
-        check_source(model, loading.of_draft(draft), "draft")
-    if prompts is not None:
-        pick_prompts(prompts, 1)
 
 
 def _show(finding: Finding, *, headed: bool) -> None:
@@ -358,12 +331,6 @@ def _show(finding: Finding, *, headed: bool) -> None:
     if headed:
         write(out, f"{finding.section}\n", Style(bold=True))
     write(out, f"  {mark} ", style)
-    text = finding.text
-    if out.is_terminal and finding.is_command:  # a line that can be copied
-        text = f"\n{text}"
-    elif out.is_terminal:  # long texts are indented
-        margin = _WIDTH + 5
-        text = f"\n{'':<{margin}}".join(textwrap.wrap(text, max(out.width - margin, 30)))
-    write(out, f"{finding.name:<{_WIDTH}} {text}\n")
+    write(out, f"{finding.name:<{_WIDTH}} {finding.text}\n")
     if finding.remedy is not None:
         write(out, f"    {'':<{_WIDTH}} → {finding.remedy}\n", PROMPT)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -12,15 +11,15 @@ from typer import Option
 
 from specdec.cli import flags
 from specdec.cli.request import DEFAULT_NEW_TOKENS
-from specdec.cli.show import ACCEPTED, PROMPT, TARGET, Printer, has_colours, write
+from specdec.cli.show import ACCEPTED, PROMPT, Printer, has_colours, write
 from specdec.cli.terminal import MISMATCH, OK, fail, is_quiet, loading, remark
 from specdec.options import bundled_models
 
 if TYPE_CHECKING:
     from specdec.bench.duel import Duel
-    from specdec.bench.machine import Watch
 
 _WIDTH = 40  # characters of the longest bar
+_PROMPTS = 12
 HEADING = Style(bold=True)
 PHASES = {"target": ("█", Style(color="blue")), "draft": ("▒", ACCEPTED), "all else": ("░", PROMPT)}
 LOOKS = 20  # times that `Watch` looks, a few milliseconds each
@@ -40,93 +39,69 @@ def demo(
     pair = bundled_models.pair()
     out = Console()
     with loading(f"loading zoo:{pair.name}"):
-        from specdec.bench.duel import duel, prompts
+        from specdec.bench.duel import duel
         from specdec.bench.machine import Watch
+        from specdec.bench.prompts import pick_prompts
         from specdec.generator.generator import SpecGenerator
 
         watch = Watch()
         assisted = SpecGenerator.from_pretrained(str(pair.target), str(pair.draft), prefix_cache=False)
         plain = SpecGenerator(assisted.target, tokenizer=assisted.tokenizer, prefix_cache=False)
-        texts = prompts()
-        text = texts[seed % len(texts)]
+        texts = pick_prompts("code", _PROMPTS)
+        text = texts[seed % len(texts)].text
         for generator in (plain, assisted):  # the first passes of a process are slow
             generator.generate(text, **{**options, "max_new_tokens": 1})
     for _ in range(LOOKS):
         watch.look()
-    is_reported = _report_busy(watch)  # now, since decoding may take minutes
+    if is_reported := watch.busy:
+        remark(watch.verdict())  # now, since decoding may take minutes
     for heading, generator in (("the target alone", plain), ("the target and its draft", assisted)):
         write(out, f"── {heading} ──\n", HEADING)
         write(out, text, PROMPT)
         Printer(out, generator.tokenizer, show_draft=True, marks=False).follow(generator.stream(text, **options))
         write(out, "\n")
     if has_colours(out):
-        for words, style in (
-            ("■ prompt  ", PROMPT),
-            ("■ accepted from the draft  ", ACCEPTED),
-            ("■ the target's own\n\n", TARGET),
-        ):
-            write(out, words, style)
+        write(out, "■ prompt  ", PROMPT)
+        write(out, "■ accepted from the draft  ", ACCEPTED)
+        write(out, "■ the target's own\n\n")
     with Console(stderr=True, quiet=is_quiet()).status("measuring both in turn"):
         result = duel(assisted, plain, text, watch=watch, **options)
-    for parts in time_spent(result):
-        for words, style in parts:
-            write(out, words, style)
-    write(out, f"\n{verdict(result)}\n")
-    if not is_reported:
-        _report_busy(watch)
-    return _compared(result, assisted.tokenizer)
-
-
-def _report_busy(watch: Watch) -> bool:
-    """Prints on stderr that other programs slow the demo down; returns whether they do."""
-    if watch.busy:
+    _show_time(out, result)
+    length = result.assisted.stats.mean_acceptance_length if result.assisted.stats is not None else 1.0
+    rates = f"plain {result.plain_rate:.0f} tokens/s · assisted {result.assisted_rate:.0f} tokens/s"
+    same = f"mean acceptance length {length:.2f} · identical: {'no' if result.difference else 'yes'}"
+    write(out, f"\n{rates} · {comparison(result.speedup)} · {same}\n")
+    if watch.busy and not is_reported:
         remark(watch.verdict())
-    return watch.busy
+    if result.difference is None:
+        return OK
+    _, position, *tokens = result.difference
+    wrote = ("nothing" if t is None else f"{t} {assisted.tokenizer.decode([t])!r}" for t in tokens)
+    words = ", assisted ".join(wrote)
+    return fail(f"error: mismatch at new token {position}: plain wrote {words}", MISMATCH)
 
 
-def time_spent(duel: Duel) -> Iterator[list[tuple[str, Style]]]:
-    """Styled pieces of lines: a bar for plain and for assisted decoding, as long as they took, in phases."""
+def _show_time(out: Console, duel: Duel) -> None:
+    """A bar for plain and for assisted decoding, as long as they took, in phases."""
     runs = [(name, out.stats) for name, out in (("alone", duel.plain), ("with draft", duel.assisted)) if out.stats]
     longest = max((stats.seconds for _, stats in runs), default=1.0) or 1.0
-    yield [("where the time went\n", HEADING)]
+    write(out, "where the time went\n", HEADING)
     for name, stats in runs:
-        line = [(f"  {name:<11}", TARGET)]
+        write(out, f"  {name:<11}")
         phases = (stats.verify_seconds, stats.draft_seconds, stats.select_seconds + stats.other_seconds)
         for (mark, style), seconds in zip(PHASES.values(), phases, strict=True):
-            line.append((mark * round(_WIDTH * seconds / longest), style))
-        figures = f" {stats.seconds:.2f} s, {stats.num_target_passes} passes of the target\n"
-        yield [*line, (figures, TARGET)]
-    legend = [(f"{mark} {phase}  ", style) for phase, (mark, style) in PHASES.items()]
-    yield [("             ", TARGET), *legend, ("\n", TARGET)]
-
-
-def verdict(duel: Duel) -> str:
-    stats = duel.assisted.stats
-    length = stats.mean_acceptance_length if stats is not None else 1.0
-    return " · ".join(
-        (
-            f"plain {duel.plain_rate:.0f} tokens/s",
-            f"assisted {duel.assisted_rate:.0f} tokens/s",
-            comparison(duel.speedup),
-            f"mean acceptance length {length:.2f}",
-            f"identical: {'no' if duel.difference else 'yes'}",
-        )
-    )
+            write(out, mark * round(_WIDTH * seconds / longest), style)
+        write(out, f" {stats.seconds:.2f} s, {stats.num_target_passes} passes of the target\n")
+    write(out, f"{'':13}")
+    for phase, (mark, style) in PHASES.items():
+        write(out, f"{mark} {phase}  ", style)
+    write(out, "\n")
 
 
 def comparison(speedup: float) -> str:
     if speedup < 0.98:
         return f"assistance is slower here ({speedup:.2f}×)"
     return f"{speedup:.2f}× faster" if speedup > 1.02 else f"about as fast ({speedup:.2f}×)"
-
-
-def _compared(duel: Duel, tokenizer: Any) -> int:
-    """The exit code; prints where the two texts differ."""
-    if duel.difference is None:
-        return OK
-    _, position, *tokens = duel.difference
-    plain, assisted = ("nothing" if t is None else f"{t} {tokenizer.decode([t])!r}" for t in tokens)
-    return fail(f"error: mismatch at new token {position}: plain wrote {plain}, assisted {assisted}", MISMATCH)
 
 
 @flags.takes()

@@ -93,26 +93,14 @@ def memory() -> Any:
     return guess
 
 
-class Remembers(FunctionDraft):
-    """A draft whose memory begins when it is opened."""
-
-    @classmethod
-    def of(cls, target: Any, argument: str | None, name: str = "draft") -> Remembers:
-        return cls(memory())
-
-
-@pytest.mark.parametrize("kind", [Remembers, memory()])
-def test_a_draft_that_remembers(kind: Any, measured: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A class is opened anew for every repeat; of a function the summary says it. (Repeats were the answers.)"""
-    monkeypatch.setitem(DRAFTS, "mine", kind)
-    found = measured(max_new_tokens=16, repeats=3, warm_up=0, drafts="mine")
-    by_repeat = found["groups"][0]["systems"][1]["acceptance_length_by_repeat"]
-    said = [line for line in found["summary"] if "The draft remembers the answers" in line]
-    if kind is Remembers:
-        assert (len({*by_repeat}), said) == (1, [])
-    else:
-        assert by_repeat[2] > 2 * by_repeat[0]
-        assert f"{by_repeat[0]:.2f}, {by_repeat[1]:.2f}, {by_repeat[2]:.2f} by repeat" in said[0]
+def test_a_draft_that_remembers(measured: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The summary says it. (Repeats were the answers.)"""
+    monkeypatch.setitem(DRAFTS, "mine", memory())
+    result = measured(max_new_tokens=16, repeats=3, warm_up=0, drafts="mine")
+    by_repeat = result["groups"][0]["systems"][1]["acceptance_length_by_repeat"]
+    [line] = [line for line in result["summary"] if "The draft remembers the answers" in line]
+    assert by_repeat[2] > 2 * by_repeat[0]
+    assert f"{by_repeat[0]:.2f}, {by_repeat[1]:.2f}, {by_repeat[2]:.2f} by repeat" in line
 
 
 def test_a_memory_of_files(measured: Any, tmp_path: Path) -> None:

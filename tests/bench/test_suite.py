@@ -78,7 +78,10 @@ def test_strategies() -> None:
         ({}, "needs `targets`"),
         ({"targets": []}, "`targets`"),
         ({"targets": "t", "typo": 1}, "`typo` is not a key"),
-        ({"targets": "t", "modes": [{"dtyp": "float32"}]}, "`modes.0.dtyp` is not a key"),
+        (
+            {"targets": "t", "modes": [{"dtyp": "float32"}]},
+            "`modes.0`: `dtyp` is no option of loading: pass one of dtype,",
+        ),
         ({"targets": "t", "modes": [{"quantization": "int7"}]}, "`modes.0`: `quantization` must be"),
         ({"targets": "t", "modes": [{"dtype": "float12"}]}, "`modes.0`: `dtype` must be"),
         ({"targets": "t", "modes": [{"draft_options": {"nope": 1}}]}, "`modes.0`: `draft_options` must be"),

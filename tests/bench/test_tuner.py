@@ -11,7 +11,17 @@ import torch
 from specdec import LanguageModel, SpecGenerator
 from specdec.bench import tuner
 from specdec.bench.parts import Mode
-from specdec.bench.tuner import Skipped, Trial, Tuner, best, comparable, drafts_to_try, further_modes, prompts_for
+from specdec.bench.tuner import (
+    Answer,
+    Skipped,
+    Trial,
+    Tuner,
+    best,
+    comparable,
+    drafts_to_try,
+    further_modes,
+    prompts_for,
+)
 from specdec.core.stats import Stats
 from tests.folders import WIDTH, byte_tokenizer
 from tests.tiny import tiny
@@ -110,7 +120,7 @@ def test_every_draft_in_every_mode(tuned: Any) -> None:
     assert world.answers == ["none", "suffix"] * (len(world.answers) // 2)
     chosen = best(trials)
     assert (chosen.mode, chosen.draft, round(chosen.speedup, 3)) == (EIGHT, "suffix", 2.5)
-    assert chosen.answers == 3
+    assert len(chosen.answers) == 3
     assert (chosen.ms, chosen.first_token) == (pytest.approx(20), 1.0)
 
 
@@ -129,7 +139,7 @@ def test_the_time_is_kept(load: float, token: float, tuned: Any) -> None:
     assert all("are left (--seconds)" in event.why for event in skipped)
     assert len(world.loaded) >= (3 if load < 10 and token < 1 else 1)
     trials = [event for event in events if isinstance(event, Trial)]
-    assert {trial.answers for trial in trials} <= {1, 2, 3}
+    assert {len(trial.answers) for trial in trials} <= {1, 2, 3}
 
 
 def test_a_model_that_loads_for_longer(tuned: Any) -> None:
@@ -194,8 +204,10 @@ def test_modes_in_which_a_pass_reads_less(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(tuner, "_LARGE", 0)
     monkeypatch.setattr("specdec.kernels.available", lambda: True)
     named = Mode(trust_remote_code=True)
-    labels = [(mode.dtype, mode.quantization, mode.trust_remote_code) for mode in further_modes(model, named)]
-    assert labels == [("bfloat16", None, True), (None, "int8-weight", True), (None, "int4-weight", True)]
+    words = [{"dtype": "bfloat16"}, {"quantization": "int8-weight"}, {"quantization": "int4-weight"}]
+    assert [mode.loading for mode in further_modes(model, named)] == [
+        {**one, "trust_remote_code": True} for one in words
+    ]
     half = LanguageModel(tiny("llama").to(torch.bfloat16))
     assert further_modes(half, PLAIN) == [EIGHT, FOUR]
     for chosen in (Mode(dtype="float32"), EIGHT, Mode(gguf_file="a.gguf"), Mode(backend="eager")):
@@ -211,8 +223,8 @@ def test_memory_without_room(tuned: Any, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def made(*ms: float, draft: str = "none", mode: Mode = PLAIN, stats: Stats | None = None) -> Trial:
     plain = Stats(num_target_passes=11, verify_seconds=2.0, first_token_seconds=1.0, finish_reasons=("length",))
-    times = dict(enumerate(ms))
-    return Trial(mode, draft, times, dict.fromkeys(times, 100.0), 0.5, 0, "exact", stats or Stats(), plain)
+    answers = {at: Answer(each, 0.5, 1.0, [], stats or Stats()) for at, each in enumerate(ms)}
+    return Trial(mode, draft, answers, dict.fromkeys(answers, Answer(100.0, 0.5, 1.0, [], plain)), "exact")
 
 
 def test_the_simplest_of_equals() -> None:
@@ -230,7 +242,7 @@ def test_only_the_same_prompts_are_compared() -> None:
     floats, eight = made(10.0, 90.0), made(40.0, mode=EIGHT)
     assert [one.ms for one in comparable([floats, eight])] == [10.0, 40.0]
     assert best(comparable([floats, eight])).mode == PLAIN
-    other = replace(eight, times={2: 1.0}, plain_times={2: 1.0})
+    other = replace(eight, answers={2: eight.answers[0]}, plain={2: eight.plain[0]})
     assert comparable([floats, other]) == [floats]
 
 

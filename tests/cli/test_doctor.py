@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 
 from specdec import SpecGenerator, kernels
 from specdec.bench.machine import waiting_threads
 from specdec.bench.parts import Mode
-from specdec.bench.tuner import Skipped, Trial, Tuner
+from specdec.bench.tuner import Answer, Skipped, Trial, Tuner
 from specdec.cli import doctor
 from specdec.cli.request import CommandRequest
 from specdec.core.stats import Stats
@@ -94,8 +93,8 @@ def test_a_pair(folders: tuple[str, str], tmp_path: Path, called: Any) -> None:
 
 def trial(draft: str, ms: float, mode: Mode, stats: Stats, *, different: int = 0, exactness: str = "exact") -> Trial:
     plain = Stats(num_target_passes=11, verify_seconds=2.0, first_token_seconds=1.0, finish_reasons=("length",))
-    times, plain_times = (dict.fromkeys(range(3), each) for each in (ms, 100.0))
-    return Trial(mode, draft, times, plain_times, 0.5, different, exactness, stats, plain)
+    answers = {at: Answer(ms, 0.5, 1.0, [int(at < different)], stats) for at in range(3)}
+    return Trial(mode, draft, answers, dict.fromkeys(range(3), Answer(100.0, 0.5, 1.0, [0], plain)), exactness)
 
 
 @pytest.mark.parametrize("busy", [True, False])
@@ -121,7 +120,7 @@ def test_advice(busy: bool, monkeypatch: pytest.MonkeyPatch, called: Any) -> Non
     for words in (
         "· no draft         100.0 ms per token, first token 0.50 s\n",
         "✓ suffix           50.0 ms per token, first token 0.50 s; 2.00×\n",
-        "· model alone      110.0 ms per token, first token 0.50 s; 0.91×, it does not pay: 75% of 40 guesses were",
+        "· model alone      110.0 ms per token, first token 0.50 s; 0.91×, it does not pay: 75% of 120 guesses were",
         "✓ model and suffix 60.0 ms",
         "int8 weights\n  ✓ suffix ",
         "· all drafts       not tried: no time",
@@ -155,14 +154,6 @@ def test_texts_that_part(wrong: dict[str, int], texts: dict[str, str]) -> None:
     ]
     assert {one.text: one.state for one in doctor._compared(trials)} == texts
     assert [*doctor._compared(trials[:1])] == []
-
-
-def test_a_command_stays_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """A line of its own on a terminal. (It broke at the terminal's width, and so did what was copied.)"""
-    monkeypatch.setattr(doctor, "Console", lambda: Console(force_terminal=True, width=60, color_system=None))
-    command = f"specdec chat {'a-long-folder/' * 5}model --draft {'another-folder/' * 5}draft"
-    doctor._show(doctor.Finding("best", "command", command, is_command=True), headed=False)
-    assert command in capsys.readouterr().out.splitlines()
 
 
 @pytest.mark.parametrize(
