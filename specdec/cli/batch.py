@@ -40,17 +40,17 @@ def batch(
     ctx: typer.Context,
     source: Path = Argument(..., metavar="IN", help="Input rows: .jsonl, .parquet, or .txt with one row per line."),
     out: Path = Argument(..., metavar="OUT", help="The same rows with their answers: .jsonl."),
-    task: TaskName | None = Option(
-        None, metavar="TASK", help="generate (default), chat, summarize or transcribe; none for OpenAI batch files."
+    task: TaskName | None = flags.flag(
+        "generate (default), chat, summarize or transcribe; none for OpenAI batch files.", metavar="TASK"
     ),
-    model: str | None = Option(None, help="Target: hub id, folder, or zoo:NAME; may come from --config."),
-    field: str | None = Option(
-        None, help="Input field of a row; by default prompt, messages, text or audio, depending on the task."
+    model: str | None = flags.flag("Target: hub id, folder, or zoo:NAME; may come from --config."),
+    field: str | None = flags.flag(
+        "Input field of a row; by default prompt, messages, text or audio, depending on the task."
     ),
-    system: str | None = Option(None, metavar="TEXT", help="System message of each chat."),
-    template: str | None = Option(None, help="Prompt of a summary, with {text} in it."),
-    chunk_tokens: int | None = Option(None, min=1, help="Summarize longer texts in chunks of this many tokens."),
-    seed: int | None = Option(None, help="Seed of sampling (0), from which every row gets its own."),
+    system: str | None = flags.flag("System message of each chat.", metavar="TEXT"),
+    template: str | None = flags.flag("Prompt of a summary, with {text} in it."),
+    chunk_tokens: int | None = flags.flag("Summarize longer texts in chunks of this many tokens.", min=1),
+    seed: int | None = flags.flag("Seed of sampling (0), from which every row gets its own."),
     at_once: int = Option(32, min=1, help="Rows that are decoded together."),
     row_stats: bool = Option(
         False, "--row-stats", help="Add passes, drafts and seconds to every row; they differ between runs."

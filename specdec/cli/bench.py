@@ -36,36 +36,33 @@ def bench(
     targets: list[str] | None = Argument(
         None, metavar="TARGET", help="Hub ids, folders, or zoo:python-code; may come from --config."
     ),
-    config: Path | None = Option(None, help="YAML file of the matrix, as in configs/bench; flags win."),
-    imports: list[str] | None = Option(
-        None,
+    config: Path | None = flags.flag("YAML file of the matrix, as in configs/bench; flags win."),
+    imports: list[str] | None = flags.flag(
+        "Import a module that registers your own drafts, schedules or strategies; repeatable.",
         "--import",
         metavar="MODULE",
-        help="Import a module that registers your own drafts, schedules or strategies; repeatable.",
     ),
-    drafts: list[str] | None = Option(None, "--draft", help=f"What drafts: {SPELLINGS}; repeatable."),
-    schedule: list[str] | None = Option(None, help=f"How much to draft: {WAYS}; repeatable."),
-    num_draft_tokens: list[int] | None = Option(
-        None, min=1, help="Draft a constant number of tokens per round; repeatable."
+    drafts: list[str] | None = flags.flag(f"What drafts: {SPELLINGS}; repeatable.", "--draft"),
+    schedule: list[str] | None = flags.flag(f"How much to draft: {WAYS}; repeatable."),
+    num_draft_tokens: list[int] | None = flags.flag("Draft a constant number of tokens per round; repeatable.", min=1),
+    strategies: list[str] | None = flags.flag(
+        "Decoding strategy: greedy, sample, or a YAML file of options; repeatable.", "--strategy"
     ),
-    strategies: list[str] | None = Option(
-        None, "--strategy", help="Decoding strategy: greedy, sample, or a YAML file of options; repeatable."
+    temperatures: list[float] | None = flags.flag(
+        "Sampling temperature; 0 is greedy; repeatable.", "--temperature", min=0
     ),
-    temperatures: list[float] | None = Option(
-        None, "--temperature", min=0, help="Sampling temperature; 0 is greedy; repeatable."
+    prompts: list[str] | None = flags.flag(
+        "code, copy, text, a text file or JSON lines (Spec-Bench, HumanEval, GSM8K); repeatable."
     ),
-    prompts: list[str] | None = Option(
-        None, help="code, copy, text, a text file or JSON lines (Spec-Bench, HumanEval, GSM8K); repeatable."
+    count: int | None = flags.flag("Number of prompts from every source.", min=1),
+    batches: list[int] | None = flags.flag("Prompts per call; repeatable.", "--batch", min=1),
+    max_new_tokens: int | None = flags.flag("New tokens per prompt.", min=1),
+    repeats: int | None = flags.flag("Measurements of every request.", min=1),
+    seed: int | None = flags.flag("Seed of sampling."),
+    near_tie: float | None = flags.flag(
+        "Accept texts that differ where the two best logits are at most this far apart.", min=0
     ),
-    count: int | None = Option(None, min=1, help="Number of prompts from every source."),
-    batches: list[int] | None = Option(None, "--batch", min=1, help="Prompts per call; repeatable."),
-    max_new_tokens: int | None = Option(None, min=1, help="New tokens per prompt."),
-    repeats: int | None = Option(None, min=1, help="Measurements of every request."),
-    seed: int | None = Option(None, help="Seed of sampling."),
-    near_tie: float | None = Option(
-        None, min=0, help="Accept texts that differ where the two best logits are at most this far apart."
-    ),
-    out: Path | None = Option(None, help="Folder for samples and results; bench-NAME by default."),
+    out: Path | None = flags.flag("Folder for samples and results; bench-NAME by default."),
     restart: bool = Option(False, "--restart", help="Discard the samples in the folder."),
 ) -> int:
     """Compare drafts with plain decoding, in speed and in text.

@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from typer import Argument, Context, Option
+from typer import Argument, Context
 
 from specdec.cli import flags
 from specdec.cli.request import DRAFT_OPTIONS, CommandRequest, are_here, load_with_spinner, not_utf8, read_request
@@ -35,9 +35,9 @@ def chat(
     target: str | None = Argument(
         None, metavar="TARGET", help="Hub id, folder or GGUF file of a chat model; may come from --config."
     ),
-    system: str | None = Option(None, metavar="TEXT", help="System message."),
-    max_new_tokens: int | None = Option(None, help=f"Length limit of an answer; {NEW_TOKENS} if nothing sets one."),
-    seed: int | None = Option(None, help="Seed of sampling; random by default."),
+    system: str | None = flags.flag("System message.", metavar="TEXT"),
+    max_new_tokens: int | None = flags.flag(f"Length limit of an answer; {NEW_TOKENS} if nothing sets one."),
+    seed: int | None = flags.flag("Seed of sampling; random by default."),
     *,
     stats: bool,
 ) -> int:

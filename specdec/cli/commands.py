@@ -23,7 +23,7 @@ from specdec.cli.pack import pack_
 from specdec.cli.pair import demo, zoo
 from specdec.cli.request import load_with_spinner, read_prediction, read_prompt, read_request, with_images
 from specdec.cli.serve import serve
-from specdec.cli.show import Printer, print_texts, report, show_stats
+from specdec.cli.show import Printer, print_text, report, show_stats
 from specdec.cli.summarize import summarize
 from specdec.cli.terminal import (
     BROKEN_PIPE,
@@ -131,32 +131,28 @@ def generate(
     target: str | None = flags.target(
         "Hub id, folder, GGUF file, or zoo:NAME (specdec zoo lists them); may come from --config."
     ),
-    prompt: str | None = Option(None, "--prompt", "-p", help="Text to continue; - reads stdin."),
+    prompt: str | None = flags.flag("Text to continue; - reads stdin.", "--prompt", "-p"),
     chat: bool = Option(False, "--chat", help="Treat the prompt as a message and apply the model's chat template."),
-    system: str | None = Option(None, metavar="TEXT", help="System message; implies --chat."),
-    image: list[str] | None = Option(
-        None, metavar="FILE", help="Picture, for a model that sees; repeatable; implies --chat."
+    system: str | None = flags.flag("System message; implies --chat.", metavar="TEXT"),
+    image: list[str] | None = flags.flag("Picture, for a model that sees; repeatable; implies --chat.", metavar="FILE"),
+    prediction: str | None = flags.flag("File that the output may resemble, for drafts that copy.", metavar="FILE"),
+    num_draft_branches: int | None = flags.flag("Have the draft model guess trees, with this many branches."),
+    sampling: str | None = flags.flag(
+        f"Acceptance rule: {', '.join(SAMPLING)}; implies --sample.", autocompletion=flags.one_of(SAMPLING)
     ),
-    prediction: str | None = Option(
-        None, metavar="FILE", help="File that the output may resemble, for drafts that copy."
+    seed: int | None = flags.flag("Seed of sampling; random by default, reported by --json."),
+    num_return_sequences: int | None = flags.flag("Number of samples or beams to return."),
+    stop: list[str] | None = flags.flag("Text that ends the answer, and stays in it; repeatable."),
+    response_format: str | None = flags.flag(
+        "File with a JSON schema that the answer matches; json: any JSON object.", metavar="FILE"
     ),
-    num_draft_branches: int | None = Option(None, help="Have the draft model guess trees, with this many branches."),
-    sampling: str | None = Option(
-        None, help=f"Acceptance rule: {', '.join(SAMPLING)}; implies --sample.", autocompletion=flags.one_of(SAMPLING)
-    ),
-    seed: int | None = Option(None, help="Seed of sampling; random by default, reported by --json."),
-    num_return_sequences: int | None = Option(None, help="Number of samples or beams to return."),
-    stop: list[str] | None = Option(None, help="Text that ends the answer, and stays in it; repeatable."),
-    response_format: str | None = Option(
-        None, metavar="FILE", help="File with a JSON schema that the answer matches; json: any JSON object."
-    ),
-    guided_regex: str | None = Option(None, metavar="REGEX", help="Expression that the whole answer matches."),
-    guided_choice: list[str] | None = Option(None, metavar="TEXT", help="One of the possible answers; repeatable."),
+    guided_regex: str | None = flags.flag("Expression that the whole answer matches.", metavar="REGEX"),
+    guided_choice: list[str] | None = flags.flag("One of the possible answers; repeatable.", metavar="TEXT"),
     *,
-    max_memory: list[str] | None = Option(
-        None, metavar="DEVICE=SIZE", help="Memory limit of a device, as in cpu=2GiB; repeatable."
+    max_memory: list[str] | None = flags.flag(
+        "Memory limit of a device, as in cpu=2GiB; repeatable.", metavar="DEVICE=SIZE"
     ),
-    revision: str | None = Option(None, help="Branch, tag or commit of the target on the hub."),
+    revision: str | None = flags.flag("Branch, tag or commit of the target on the hub."),
     show_draft: bool = Option(
         False, "--show-draft", help="Color the tokens of the draft; without colors, mark them ⟦so⟧."
     ),
@@ -183,16 +179,18 @@ def generate(
         else:
             out = generator.generate(**call)
     assert out.stats is not None
+    texts = out.texts or []
     if json_:
         fields = {"texts": out.texts, "token_ids": out.new_tokens(), "finish_reasons": list(out.stats.finish_reasons)}
         report({**fields, "interrupted": interrupt.is_set}, request, out.stats)
     elif not live:
-        print_texts(out.texts or [])
+        for number, each in enumerate(texts, 1):
+            print_text(each, f"{number}/{len(texts)}" if len(texts) > 1 else None)
     if stats:
         show_stats(out.stats)
     if interrupt.is_set:
         return INTERRUPTED
-    is_silent = not any(text.strip() for text in out.texts or [])  # many chat models are, without their template
+    is_silent = not any(each.strip() for each in texts)  # many chat models are, without their template
     if is_silent and not chat and getattr(generator.tokenizer, "chat_template", None):
         remark("hint: the text is empty: to apply this model's chat template to the prompt, pass --chat")
     return OK

@@ -33,6 +33,11 @@ bundled_pair = one_of(_PAIRS)
 """Completes the name of a pair of the package; the shell completes files."""
 
 
+def flag(help: str, *names: str, **how: Any) -> Any:
+    """A flag that may be left out; by default it has the name of its parameter."""
+    return Option(None, *names, help=help, **how)
+
+
 def target(help: str, default: Any = None) -> Any:
     """The argument TARGET of a command; by default it may be left out."""
     return Argument(default, metavar="TARGET", help=help, autocompletion=bundled_pair)
@@ -68,85 +73,64 @@ def takes(*words: str) -> Callable[[Command], Command]:
 def _shared(
     *,
     # what drafts, and how much
-    draft: str | None = Option(
-        None,
-        help=f"What drafts: {SPELLINGS}. By default the draft of a zoo: target, else {COPYING[0]} (of speech, none).",
+    draft: str | None = flag(
+        f"What drafts: {SPELLINGS}. By default the draft of a zoo: target, else {COPYING[0]} (of speech, none).",
         autocompletion=one_of(_DRAFTS),
     ),
-    draft_dtype: str | None = Option(
-        None, help="--dtype of the draft; by default the target's.", autocompletion=one_of(DTYPES)
-    ),
-    draft_quantization: str | None = Option(
-        None,
-        help="--quantization of the draft: auto (default, 4 or 8 bits where that is faster), none, or one of these.",
+    draft_dtype: str | None = flag("--dtype of the draft; by default the target's.", autocompletion=one_of(DTYPES)),
+    draft_quantization: str | None = flag(
+        "--quantization of the draft: auto (default, 4 or 8 bits where that is faster), none, or one of these.",
         autocompletion=one_of((AUTO, NONE, *QUANTIZATIONS)),
     ),
-    draft_gguf_file: str | None = Option(None, metavar="NAME", help="--gguf-file of the draft."),
-    draft_revision: str | None = Option(None, help="--revision of the draft."),
-    num_draft_tokens: int | None = Option(
-        None,
-        help="Tokens to draft per round: the first length of auto and heuristic (5), the length of constant (5), the "
-        "limit of confidence (20) and cost (32).",
+    draft_gguf_file: str | None = flag("--gguf-file of the draft.", metavar="NAME"),
+    draft_revision: str | None = flag("--revision of the draft."),
+    num_draft_tokens: int | None = flag(
+        "Tokens to draft per round: the first length of auto and heuristic (5), the length of constant (5), the "
+        "limit of confidence (20) and cost (32)."
     ),
-    schedule: str | None = Option(
-        None, help=f"How much to draft: {', '.join(SCHEDULES)}.", autocompletion=one_of(SCHEDULES)
-    ),
+    schedule: str | None = flag(f"How much to draft: {', '.join(SCHEDULES)}.", autocompletion=one_of(SCHEDULES)),
     # how tokens are chosen
-    max_new_tokens: int | None = Option(None, help=f"Length limit; {DEFAULT_NEW_TOKENS} if nothing sets one."),
-    sample: bool | None = Option(None, "--sample/--greedy", help="Sample, or take the likeliest token."),
-    temperature: float | None = Option(None, help="Sampling temperature; implies --sample."),
-    top_k: int | None = Option(None, help="Sample from the k likeliest tokens; implies --sample."),
-    top_p: float | None = Option(
-        None, help="Sample from the likeliest tokens of this total probability; implies --sample."
-    ),
+    max_new_tokens: int | None = flag(f"Length limit; {DEFAULT_NEW_TOKENS} if nothing sets one."),
+    sample: bool | None = flag("Sample, or take the likeliest token.", "--sample/--greedy"),
+    temperature: float | None = flag("Sampling temperature; implies --sample."),
+    top_k: int | None = flag("Sample from the k likeliest tokens; implies --sample."),
+    top_p: float | None = flag("Sample from the likeliest tokens of this total probability; implies --sample."),
     # how models are loaded
-    dtype: str | None = Option(
-        None,
-        help="Data type of the weights: float32, bfloat16, …; auto (default): the checkpoint's, but float32 instead of "
+    dtype: str | None = flag(
+        "Data type of the weights: float32, bfloat16, …; auto (default): the checkpoint's, but float32 instead of "
         "float16 on a CPU, and the fastest for speech.",
         autocompletion=one_of(DTYPES),
     ),
-    quantization: str | None = Option(
-        None, help=f"Fewer bits per weight: {', '.join(QUANTIZATIONS)}.", autocompletion=one_of(QUANTIZATIONS)
+    quantization: str | None = flag(
+        f"Fewer bits per weight: {', '.join(QUANTIZATIONS)}.", autocompletion=one_of(QUANTIZATIONS)
     ),
-    gguf_file: str | None = Option(None, metavar="NAME", help="A GGUF file in the folder or hub repository."),
-    backend: str | None = Option(
-        None, help=f"How passes are run: {', '.join(BACKENDS)}.", autocompletion=one_of(BACKENDS)
+    gguf_file: str | None = flag("A GGUF file in the folder or hub repository.", metavar="NAME"),
+    backend: str | None = flag(f"How passes are run: {', '.join(BACKENDS)}.", autocompletion=one_of(BACKENDS)),
+    exactness: str | None = flag(
+        "strict: the same text as plain decoding in any dtype, bit for bit.", autocompletion=one_of(EXACTNESS)
     ),
-    exactness: str | None = Option(
-        None,
-        help="strict: the same text as plain decoding in any dtype, bit for bit.",
-        autocompletion=one_of(EXACTNESS),
+    activations: str | None = flag(
+        "float: rows meet packed integers as they are, not in 8 bits.", autocompletion=one_of(ACTIVATIONS)
     ),
-    activations: str | None = Option(
-        None, help="float: rows meet packed integers as they are, not in 8 bits.", autocompletion=one_of(ACTIVATIONS)
-    ),
-    device_map: str | None = Option(None, help="Where to load the models: cpu, cuda, auto, …"),
-    offload: str | None = Option(
-        None,
-        help=f"Where the target's weights stay, to be read in every pass: {' or '.join(OFFLOADS)}.",
+    device_map: str | None = flag("Where to load the models: cpu, cuda, auto, …"),
+    offload: str | None = flag(
+        f"Where the target's weights stay, to be read in every pass: {' or '.join(OFFLOADS)}.",
         autocompletion=one_of(OFFLOADS),
     ),
-    offload_folder: str | None = Option(
-        None, help="Where to write weights that cannot be read straight from the checkpoint."
-    ),
-    trust_remote_code: bool | None = Option(None, "--trust-remote-code", help="Run the model's own code."),
-    prefix_cache: bool | None = Option(
-        None,
+    offload_folder: str | None = flag("Where to write weights that cannot be read straight from the checkpoint."),
+    trust_remote_code: bool | None = flag("Run the model's own code.", "--trust-remote-code"),
+    prefix_cache: bool | None = flag(
+        "Continue what earlier prompts have in common with a new one (default), or read every prompt in full.",
         "--prefix-cache/--no-prefix-cache",
-        help="Continue what earlier prompts have in common with a new one (default), or read every prompt in full.",
     ),
-    memory: list[str] | None = Option(
-        None,
-        metavar="PATH",
-        help="File or folder of text that a draft that copies looks up, beside earlier requests; repeatable; on: "
+    memory: list[str] | None = flag(
+        "File or folder of text that a draft that copies looks up, beside earlier requests; repeatable; on: "
         "earlier requests alone; off: neither.",
+        metavar="PATH",
     ),
     # other flags
-    config: Path | None = Option(None, help="YAML file of target, draft, loading and options; flags win."),
-    set_: list[str] | None = Option(
-        None, "--set", metavar="KEY=VALUE", help="Any other option of generate; repeatable."
-    ),
+    config: Path | None = flag("YAML file of target, draft, loading and options; flags win."),
+    set_: list[str] | None = flag("Any other option of generate; repeatable.", "--set", metavar="KEY=VALUE"),
     json_: bool = Option(False, "--json", help="Print one JSON object on stdout."),
     stats: bool = Option(False, "--stats", help="Print statistics on stderr."),
     quiet: bool = Option(False, "--quiet", "-q", help="Print no progress and no warnings."),

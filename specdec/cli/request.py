@@ -73,8 +73,9 @@ def read_request(
         raise OptionError("--show-draft colors text on the screen and --json prints none: leave one of them out")
     if params.get("show_draft") and not params.get("stream"):
         raise OptionError("--show-draft colors text as it is generated: leave out --no-stream")
-    loading, file_options = read_loading(params, {n: v for n, v in file.items() if n not in NAMED})
-    options = read_options(params, file_options, new_tokens, seed)
+    loading = read_loading(params, file)
+    no_options = {*NAMED, *GENERATOR, "draft_options"}
+    options = read_options(params, {n: v for n, v in file.items() if n not in no_options}, new_tokens, seed)
     if params.get("show_draft") and options.get("num_return_sequences", 1) > 1:
         raise OptionError("--show-draft shows one text: leave out --num-return-sequences")
     locate(target, "target", named)  # first, as an error about a draft of the same name would mislead
@@ -99,22 +100,21 @@ def read_config_file(path: Path | None) -> dict[str, Any]:
     return file
 
 
-def read_loading(params: Mapping[str, Any], file: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The arguments of `from_pretrained` from flags and file, and the file's other keys."""
-    file_loading = {name: value for name, value in file.items() if name in (*GENERATOR, "draft_options")}
-    flags = loading_flags(params)
+def read_loading(params: Mapping[str, Any], file: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of `from_pretrained` from flags and file."""
+    flags, draft = loading_flags(params), file.get("draft_options")
     if "max_memory" in flags:
         memory = [(text, *text.partition("=")) for text in flags["max_memory"]]
         if wrong := [text for text, *parts in memory if not all(parts)]:
             raise OptionError.of("--max-memory", "DEVICE=SIZE such as cpu=2GiB", wrong[0])
         flags["max_memory"] = {int(name) if name.isdecimal() else name: size for _, name, _, size in memory}
-    loading = {name: value for name, value in {**file_loading, **flags}.items() if value is not None}
-    how, _ = Loading.split({name: value for name, value in loading.items() if name != "draft_options"})
-    how.of_draft(file_draft := file_loading.get("draft_options"))
-    if draft := {**(file_draft or {}), **flags.get("draft_options", {})}:
-        loading["draft_options"] = draft
+    loading = {name: value for name in GENERATOR if (value := flags.get(name, file.get(name))) is not None}
+    how, _ = Loading.split(loading)
+    how.of_draft(draft)  # raises for what is no mapping
+    if draft := {**(draft or {}), **flags.get("draft_options", {})}:
         how.of_draft(draft)
-    return loading, {name: value for name, value in file.items() if name not in file_loading}
+        loading["draft_options"] = draft
+    return loading
 
 
 def passed(params: Mapping[str, Any], names: Iterable[str] = GENERATOR) -> dict[str, Any]:

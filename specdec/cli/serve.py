@@ -36,40 +36,31 @@ def serve(
     ctx: typer.Context,
     target: str | None = flags.target("Hub id, folder, GGUF file, or zoo:NAME; without it, pass --config."),
     demo: bool = Option(False, "--demo", help="Serve the bundled pairs."),
-    config: Path | None = Option(None, help="YAML file such as configs/serve.yaml; flags win."),
-    name: str | None = Option(None, help="The model's name for clients; by default the end of its id."),
-    host: str | None = Option(None, help="Address to listen on (127.0.0.1)."),
-    port: int | None = Option(None, help="Port to listen on (8000); 0 chooses a free one."),
-    api_key_file: Path | None = Option(
-        None, help="File of API keys, KEY or NAME: KEY on each line; reread when it changes."
+    config: Path | None = flags.flag("YAML file such as configs/serve.yaml; flags win."),
+    name: str | None = flags.flag("The model's name for clients; by default the end of its id."),
+    host: str | None = flags.flag("Address to listen on (127.0.0.1)."),
+    port: int | None = flags.flag("Port to listen on (8000); 0 chooses a free one."),
+    api_key_file: Path | None = flags.flag("File of API keys, KEY or NAME: KEY on each line; reread when it changes."),
+    insecure: bool | None = flags.flag("Allow a public address without API keys.", "--insecure"),
+    hosts: list[str] | None = flags.flag(
+        "Another host name that browsers may use; repeatable.", "--allow-host", metavar="HOST"
     ),
-    insecure: bool | None = Option(None, "--insecure", help="Allow a public address without API keys."),
-    hosts: list[str] | None = Option(
-        None, "--allow-host", metavar="HOST", help="Another host name that browsers may use; repeatable."
+    trusted_proxies: list[str] | None = flags.flag(
+        "Proxy or network whose X-Forwarded-For header is trusted; repeatable.", "--trusted-proxy", metavar="ADDRESS"
     ),
-    trusted_proxies: list[str] | None = Option(
-        None,
-        "--trusted-proxy",
-        metavar="ADDRESS",
-        help="Proxy or network whose X-Forwarded-For header is trusted; repeatable.",
+    context: int | None = flags.flag("Limit on the tokens of prompt and answer."),
+    kv_budget: float | None = flags.flag("Memory for keys and values: a share of free memory up to 1, or bytes (0.5)."),
+    running: int | None = flags.flag("Limit on running requests (32).", "--max-running"),
+    waiting: int | None = flags.flag("Limit on waiting requests (128).", "--max-waiting"),
+    per_key: int | None = flags.flag("Limit on one client's requests in progress."),
+    request_seconds: float | None = flags.flag(
+        "Abort a request after this many seconds (600).", "--request-timeout", metavar="SECONDS"
     ),
-    context: int | None = Option(None, help="Limit on the tokens of prompt and answer."),
-    kv_budget: float | None = Option(
-        None, help="Memory for keys and values: a share of free memory up to 1, or bytes (0.5)."
+    drain_seconds: float | None = flags.flag(
+        "Time for running requests to finish after SIGTERM (30).", "--drain", metavar="SECONDS"
     ),
-    running: int | None = Option(None, "--max-running", help="Limit on running requests (32)."),
-    waiting: int | None = Option(None, "--max-waiting", help="Limit on waiting requests (128)."),
-    per_key: int | None = Option(None, help="Limit on one client's requests in progress."),
-    request_seconds: float | None = Option(
-        None, "--request-timeout", metavar="SECONDS", help="Abort a request after this many seconds (600)."
-    ),
-    drain_seconds: float | None = Option(
-        None, "--drain", metavar="SECONDS", help="Time for running requests to finish after SIGTERM (30)."
-    ),
-    stream_chunk: int | None = Option(
-        None, metavar="N", help="Send events of N tokens each, which hide accepted drafts."
-    ),
-    log: str | None = Option(None, help="Format of the request log: text, json or none (text)."),
+    stream_chunk: int | None = flags.flag("Send events of N tokens each, which hide accepted drafts.", metavar="N"),
+    log: str | None = flags.flag("Format of the request log: text, json or none (text)."),
 ) -> int:
     """Serve models over an OpenAI-compatible HTTP API. Completions, chats, transcriptions, and a playground at /."""
     if modules := [module for module in NEEDS if find_spec(module) is None]:

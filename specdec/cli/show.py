@@ -10,7 +10,6 @@ import typer
 from rich.console import Console
 from rich.segment import Segment, Segments
 from rich.style import Style
-from rich.table import Table
 
 from specdec.cli.request import CommandRequest
 from specdec.cli.terminal import BROKEN_PIPE, abandon_stdout, notes_after, say
@@ -22,6 +21,13 @@ if TYPE_CHECKING:
 
 ACCEPTED, TARGET, PROMPT = Style(color="green"), Style(), Style(dim=True)
 MARKS = "⟦{}⟧"
+_FIGURES = (
+    *("num_new_tokens", "num_target_passes", "num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens"),
+    *("mean_acceptance_length", "draft_acceptance_rate", "acceptance_histogram", "target_passes_per_token"),
+    *("first_token_seconds", "loading_seconds", "tokens_per_second", "seconds"),
+    *("draft_seconds", "verify_seconds", "select_seconds", "other_seconds"),
+    *("per_step_drafted", "per_step_accepted", "exactness"),
+)
 # Escape sequences that a model may write, and a terminal must not obey.
 CONTROLS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
@@ -86,11 +92,6 @@ class Printer:
         write(self._out, text, ACCEPTED if accepted else TARGET)
 
 
-def print_texts(texts: Sequence[str]) -> None:
-    for number, text in enumerate(texts, 1):
-        print_text(text, f"{number}/{len(texts)}" if len(texts) > 1 else None)
-
-
 def print_text(text: str, heading: str | None) -> None:
     """Prints a text and a line end, under its heading if there is one."""
     out = Console()
@@ -103,7 +104,7 @@ def report(result: Mapping[str, Any], request: CommandRequest, stats: Stats) -> 
     """Prints a result as JSON, with statistics, the models, how they were loaded, and the options of decoding."""
     names = {"target": request.target, "draft": request.draft}
     settings = {**names, **request.loading, "options": request.options, **stats.settings}
-    write_json({**result, "stats": stats_fields(stats), "settings": settings})
+    write_json({**result, "stats": {name: getattr(stats, name) for name in _FIGURES}, "settings": settings})
 
 
 def write_json(result: Mapping[str, Any]) -> None:
@@ -111,28 +112,10 @@ def write_json(result: Mapping[str, Any]) -> None:
     write(Console(), json.dumps({**result, "versions": versions()}, ensure_ascii=False) + "\n")
 
 
-def stats_fields(stats: Stats) -> dict[str, Any]:
-    """Statistics by name: counts, rates, and seconds."""
-    names = (
-        *("num_new_tokens", "num_target_passes", "num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens"),
-        *("mean_acceptance_length", "draft_acceptance_rate", "acceptance_histogram", "target_passes_per_token"),
-        *("first_token_seconds", "loading_seconds", "tokens_per_second", "seconds"),
-        *("draft_seconds", "verify_seconds", "select_seconds", "other_seconds"),
-        *("per_step_drafted", "per_step_accepted", "exactness"),
-    )
-    return {name: getattr(stats, name) for name in names}
-
-
 def show_stats(stats: Stats) -> None:
     """Prints the table of --stats on stderr, and a warning where other programs use the cores."""
     from specdec.bench.machine import FEWER_THREADS, waiting_threads
 
-    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    table.add_column(style="dim", overflow="fold")
-    table.add_column(justify="right", overflow="fold")
-    table.add_column(style="dim", overflow="fold")
-    for row in stats.table:
-        table.add_row(*row)
-    Console(stderr=True).print(table)
+    say(str(stats))
     if (waiting := waiting_threads()) is not None:
         say(f"busy machine: {waiting}: {FEWER_THREADS}")

@@ -21,12 +21,12 @@ from specdec.cli.request import (
 )
 from specdec.cli.show import print_text, report, show_stats
 from specdec.cli.terminal import FAILED, INTERRUPTED, OK, Bar, fail, say
-from specdec.core.stats import total
+from specdec.core.stats import Stats, total
 from specdec.errors import OptionError
 from specdec.options import bundled_models
 
 if TYPE_CHECKING:
-    from specdec.pipelines import Summaries, Summarizer
+    from specdec.pipelines import Summarizer
 
 
 TEXTS = ("txt", "md", "rst")
@@ -43,14 +43,12 @@ def summarize(
         None, metavar="FILE", help="Texts or folders of them (txt, md, rst); - reads stdin."
     ),
     demo: bool = Option(False, "--demo", help=f"Summarize the bundled functions with {ZOO}."),
-    model: str | None = Option(None, help="Target: hub id or folder; may come from --config."),
-    max_new_tokens: int | None = Option(
-        None, help=f"Length limit; by default the checkpoint's, or {DEFAULT_NEW_TOKENS}."
-    ),
-    chunk_tokens: int | None = Option(None, min=1, help="Read longer texts in chunks of at most this many tokens."),
+    model: str | None = flags.flag("Target: hub id or folder; may come from --config."),
+    max_new_tokens: int | None = flags.flag(f"Length limit; by default the checkpoint's, or {DEFAULT_NEW_TOKENS}."),
+    chunk_tokens: int | None = flags.flag("Read longer texts in chunks of at most this many tokens.", min=1),
     truncate: bool = Option(False, "--truncate", help="Read only the beginning of a long text."),
-    template: str | None = Option(
-        None, help="Prompt of the model, with {text} in it, and perhaps {words}, which the limit leaves."
+    template: str | None = flags.flag(
+        "Prompt of the model, with {text} in it, and perhaps {words}, which the limit leaves."
     ),
     batch_size: int = Option(8, min=1, help="Texts or chunks that are decoded together."),
     format: Literal["text", "json"] = Option("text", help="Output: text, or one JSON object."),
@@ -74,8 +72,7 @@ def summarize(
     texts = bundled_models.functions() if demo else read_text_files(names)
     summarizer = make(request, template=template, chunk_tokens=chunk_tokens)
     options, code = {**request.options, "truncation": truncate}, OK if len(texts) >= len(names) else FAILED
-    results: list[Summaries] = []
-    bar, all_names = Bar(), list(texts)
+    documents, counts, bar, all_names = list[dict[str, Any]](), list[Stats](), Bar(), list(texts)
     seeds = batch_seeds(summarizer.generator.options(**request.options), len(texts)) or []
     rows = len(seeds) // max(len(texts), 1)  # for each text
     try:
@@ -86,16 +83,19 @@ def summarize(
                 if seeds:
                     options["seed"] = seeds[first * rows : (first + len(batch)) * rows]
                 summaries = summarizer.summarize([texts[name] for name in batch], batch_size=batch_size, **options)
-            results.append(summaries)
+            counts.append(summaries.stats)
             for name, summary in zip(batch, summaries.documents, strict=True):
+                facts = {"file": name, "summary_text": summary.texts[0], "summaries": summary.texts}
+                documents.append({**facts, "finish_reasons": summary.finish_reasons, "parts": summary.parts})
                 for text in summary.texts if format == "text" else ():
                     print_text(text, name if len(texts) > 1 else None)
     except KeyboardInterrupt:
-        done = sum(len(summaries.documents) for summaries in results)
-        say(f"{done} of {len(texts)} are done, leave these files out to resume")
+        say(f"{len(documents)} of {len(texts)} are done, leave these files out to resume")
         code = INTERRUPTED
-    if results:
-        conclude(request, texts, results, as_json=format == "json", stats=stats)
+    if documents and format == "json":
+        report({"documents": documents}, request, total(counts))
+    if documents and stats:
+        show_stats(total(counts))
     return code
 
 
@@ -129,25 +129,3 @@ def make(request: CommandRequest, **how: Any) -> Summarizer:
     if limits.max_new_tokens is None and limits.max_length is None:
         request.options["max_new_tokens"] = DEFAULT_NEW_TOKENS
     return Summarizer(generator, **how)
-
-
-def conclude(
-    request: CommandRequest, texts: dict[str, str], results: Sequence[Summaries], *, as_json: bool, stats: bool
-) -> None:
-    """Prints the JSON report and the statistics where they are asked for."""
-    documents = [document for part in results for document in part.documents]
-    counts = total([part.stats for part in results])
-    if as_json:
-        rows = [
-            {
-                "file": name,
-                "summary_text": d.texts[0],
-                "summaries": d.texts,
-                "finish_reasons": d.finish_reasons,
-                "parts": d.parts,
-            }
-            for name, d in zip(texts, documents, strict=False)  # fewer after Ctrl-C
-        ]
-        report({"documents": rows}, request, counts)
-    if stats:
-        show_stats(counts)

@@ -147,45 +147,24 @@ def libraries_silenced() -> Iterator[None]:
             sys.stderr = before
 
 
-class _Tries(logging.Filter):
-    """Prints one line for the first failure of the hub's tries, which log many lines."""
-
-    def __init__(self, *, quiet: bool) -> None:
-        super().__init__()
-        self._is_said = quiet
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        message = record.getMessage()
-        if "thrown while requesting" not in message and not message.startswith("Retrying in"):
-            return True
-        if not self._is_said:
-            say("the hub does not answer: trying again for up to half a minute", "dim")
-        self._is_said = True
-        return False
-
-
 @contextmanager
 def loading(message: str, *, quiet: bool = False, downloads: bool = False) -> Iterator[None]:
     """Shows progress on stderr: a spinner, a bar for loading, the hub's bars for downloads; nothing if quiet."""
     quiet = quiet or is_quiet()
     if quiet:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    hub, tries = logging.getLogger("huggingface_hub.utils._http"), _Tries(quiet=quiet)
-    hub.addFilter(tries)
-    try:
-        if downloads:
-            Console(stderr=True, quiet=quiet).print(message, style="dim", markup=False, highlight=False)
-            _hush_transformers()
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # a hub that cannot be reached is one error
+    if not downloads:
+        with _weights(message, quiet=quiet):
             yield
-        else:
-            with _weights(message, quiet=quiet):
-                yield
+        return
+    Console(stderr=True, quiet=quiet).print(message, style="dim", markup=False, highlight=False)
+    _hush_transformers()
+    try:
+        yield
     except KeyboardInterrupt:
-        if downloads:
-            say("downloaded files stay in the cache: run the same command to resume")
+        say("downloaded files stay in the cache: run the same command to resume")
         raise
-    finally:
-        hub.removeFilter(tries)
 
 
 @contextmanager

@@ -52,29 +52,27 @@ def transcribe(
         False, "--stdin", help="Transcribe sound while it comes: WAV or raw samples, 16-bit little-endian mono."
     ),
     microphone: bool = Option(False, "--microphone", help="Transcribe a microphone's sound while it comes."),
-    rate: int | None = Option(None, min=1000, max=384_000, help=f"Raw samples per second, by default {live.RATE}."),
+    rate: int | None = flags.flag(f"Raw samples per second, by default {live.RATE}.", min=1000, max=384_000),
     demo: bool = Option(False, "--demo", help="Transcribe the bundled recordings."),
-    model: str | None = Option(
-        None, help=f"Whisper model: hub id or folder. {ZOO}, the model of --demo, knows 299 words."
-    ),
-    language: str | None = Option(None, help="Language of the recordings, a name or code; detected by default."),
-    task: Literal["transcribe", "translate"] | None = Option(None, help="Translations are into English."),
+    model: str | None = flags.flag(f"Whisper model: hub id or folder. {ZOO}, the model of --demo, knows 299 words."),
+    language: str | None = flags.flag("Language of the recordings, a name or code; detected by default."),
+    task: Literal["transcribe", "translate"] | None = flags.flag("Translations are into English."),
     format: Format = Option("text", help="Output format; json is one object per file and line."),
     words: bool = Option(False, "--words", help="Timestamps of words; in vtt they stand within the segments' cues."),
-    max_line_width: int | None = Option(None, min=1, help="Characters in a line of srt and vtt."),
-    max_words_per_line: int | None = Option(None, min=1, help="Words in a cue of srt and vtt; times each word."),
-    chunk_length: float | None = Option(
-        None, metavar="SECONDS", help="Decode overlapping chunks of this length instead of window after window."
+    max_line_width: int | None = flags.flag("Characters in a line of srt and vtt.", min=1),
+    max_words_per_line: int | None = flags.flag("Words in a cue of srt and vtt; times each word.", min=1),
+    chunk_length: float | None = flags.flag(
+        "Decode overlapping chunks of this length instead of window after window.", metavar="SECONDS"
     ),
     batch_size: int = Option(1, min=1, help="Windows or chunks that are decoded together."),
     fallback: bool = Option(
         False, "--fallback", help="Retry unlikely windows at higher temperatures; skip them if silent."
     ),
     context: bool = Option(False, "--context", help="Condition each window on the text before it."),
-    max_new_tokens: int | None = Option(None, help="Token limit per window."),
-    seed: int | None = Option(None, help="Seed of sampling, for --fallback."),
-    set_: list[str] | None = Option(None, "--set", metavar="KEY=VALUE", help="Any other option of a call; repeatable."),
-    output_dir: Path | None = Option(None, help="Folder for NAME.txt, .json, .srt or .vtt."),
+    max_new_tokens: int | None = flags.flag("Token limit per window."),
+    seed: int | None = flags.flag("Seed of sampling, for --fallback."),
+    set_: list[str] | None = flags.flag("Any other option of a call; repeatable.", "--set", metavar="KEY=VALUE"),
+    output_dir: Path | None = flags.flag("Folder for NAME.txt, .json, .srt or .vtt."),
     resume: bool = Option(False, "--resume", help="Skip recordings with a file in --output-dir."),
 ) -> int:
     """Transcribe recordings. The text is the same with and without a draft.
@@ -83,7 +81,10 @@ def transcribe(
     """
     began = clock()
     source = live.source_of(ctx.params)
-    recordings = [source] if source else find_recordings(files or [], demo=demo)
+    if source is None and bool(files) == demo:
+        raise OptionError("pass the recordings to transcribe, or --demo for the bundled ones")
+    bundled = [str(path) for path, _ in bundled_models.recordings()] if demo else []
+    recordings = [source] if source else bundled or files_among(files or [], SOUNDS)
     name = ctx.params["model"] = choose_model(model, demo=demo)
     check_output(recordings, format, output_dir)
     if format not in ("srt", "vtt"):
@@ -106,7 +107,7 @@ def transcribe(
     if source is not None:
         out, fault = live.transcribe_live(transcriber, request.options, ctx.params)
         if format != "text" or output_dir is not None:
-            show(source, rendered(source, out, ctx.params), ctx.params, headed=False)
+            show(source, out, ctx.params, headed=False)
         tell([out], ctx.params)
         if fault is not None:
             raise fault
@@ -141,12 +142,11 @@ def transcribe_all(
         batch = recordings[first : first + batch_size]
         part, bar = f"{first + len(batch)}/{len(recordings)}", Bar(grows=True)
         with bar:
-            found = list(islice(results, len(batch)))
-        for name, out in zip(batch, found, strict=True):
-            if out is not None:
-                show(name, rendered(name, out, params), params, headed=len(recordings) > 1)
-            yield out is not None
-        heard = [(name, out) for name, out in zip(batch, found, strict=True) if out is not None]
+            outs = list(islice(results, len(batch)))
+        heard = [(name, out) for name, out in zip(batch, outs, strict=True) if out is not None]
+        for name, out in heard:
+            show(name, out, params, headed=len(recordings) > 1)
+        yield from (out is not None for out in outs)
         if heard and len(recordings) > 1 and (params["stats"] or not is_quiet()):
             say(", ".join(name for name, _ in heard), "dim")
         if heard:
@@ -155,9 +155,14 @@ def transcribe_all(
 
 def tell(heard: Sequence[Transcription], params: Mapping[str, Any]) -> None:
     """Shows the statistics, if asked for, and the pace of what was transcribed together."""
+    stats = heard[0].stats
     if params["stats"]:
-        show_stats(heard[0].stats)
-    remark(pace(heard))
+        show_stats(stats)
+    duration, seconds = sum(out.duration for out in heard), sum(out.seconds for out in heard)
+    length = f", mean acceptance length {stats.mean_acceptance_length:.2f}" if stats.num_spec_steps else ""
+    rate = f"{seconds / duration:.3f} s per second" if duration else "no sound"
+    advice = f"; {stats.draft_advice}" if stats.draft_advice else ""
+    remark(f"{duration:.1f} s of sound in {seconds:.1f} s ({rate}){length}{advice}")
 
 
 def unfinished(recordings: Sequence[str], format: Format, folder: Path | None) -> list[str]:
@@ -176,15 +181,6 @@ def output_file(name: str, format: Format, folder: Path) -> Path:
 
 def unreadable(source: Any, error: SpecdecError) -> None:
     say(f"error: {' '.join(str(error).replace('`inputs`', '`FILE`').split())}", "red")
-
-
-def find_recordings(files: list[str], *, demo: bool) -> list[str]:
-    """The recordings, those in folders among them; raises OptionError where none is named."""
-    if bool(files) == demo:
-        raise OptionError("pass the recordings to transcribe, or --demo for the bundled ones")
-    if demo:
-        return [str(path) for path, _ in bundled_models.recordings()]
-    return files_among(files, SOUNDS)
 
 
 def choose_model(model: str | None, *, demo: bool) -> str:
@@ -232,42 +228,29 @@ def read_speech(params: Mapping[str, Any]) -> CommandRequest:
     return CommandRequest(target, draft, options, how)
 
 
-def show(name: str, content: str, params: Mapping[str, Any], *, headed: bool) -> None:
+def show(name: str, out: Transcription, params: Mapping[str, Any], *, headed: bool) -> None:
     """Writes one recording's text to the folder, or prints it."""
-    if params["output_dir"] is not None:
-        path = output_file(name, params["format"], params["output_dir"])
-        try:
-            path.write_text(content, encoding="utf-8")
-        except OSError as error:
-            raise SpecdecError(f"{path} cannot be written ({error.strerror}): make room there") from None
-        return
-    print_text(content.removesuffix("\n"), name if headed and params["format"] == "text" else None)
+    content = rendered(name, out, params)
+    if params["output_dir"] is None:
+        return print_text(content, name if headed and params["format"] == "text" else None)
+    path = output_file(name, params["format"], params["output_dir"])
+    try:
+        path.write_text(f"{content}\n", encoding="utf-8")
+    except OSError as error:
+        raise SpecdecError(f"{path} cannot be written ({error.strerror}): make room there") from None
 
 
 def rendered(name: str, out: Transcription, params: Mapping[str, Any]) -> str:
+    """The text of a recording in its format, without the last line's end."""
     from specdec.pipelines.speech.subtitles import srt, vtt
 
     if params["format"] == "text":
-        return out["text"].strip() + "\n"
+        return str(out["text"].strip())
     if params["format"] != "json":
-        return (srt if params["format"] == "srt" else vtt)(out.cues, *(params[name] for name in LINES))
-    facts = {
-        "file": name,
-        "text": out["text"],
-        "chunks": out["chunks"],
-        "language": out.language,
-        "finish_reasons": out.finish_reasons,
-        "duration": round(out.duration, 3),
-        "seconds": round(out.seconds, 3),
-        "real_time_factor": round(out.real_time_factor, 4),
-    }
-    return json.dumps(facts, ensure_ascii=False) + "\n"
-
-
-def pace(found: Sequence[Transcription]) -> str:
-    duration, seconds = sum(out.duration for out in found), sum(out.seconds for out in found)
-    stats = found[0].stats
-    length = f", mean acceptance length {stats.mean_acceptance_length:.2f}" if stats.num_spec_steps else ""
-    rate = f"{seconds / duration:.3f} s per second" if duration else "no sound"
-    advice = f"; {stats.draft_advice}" if stats.draft_advice else ""
-    return f"{duration:.1f} s of sound in {seconds:.1f} s ({rate}){length}{advice}"
+        return (srt if params["format"] == "srt" else vtt)(out.cues, *(params[name] for name in LINES)).removesuffix(
+            "\n"
+        )
+    facts = {"file": name, "text": out["text"], "chunks": out["chunks"], "language": out.language}
+    facts |= {"finish_reasons": out.finish_reasons, "duration": round(out.duration, 3)}
+    facts |= {"seconds": round(out.seconds, 3), "real_time_factor": round(out.real_time_factor, 4)}
+    return json.dumps(facts, ensure_ascii=False)

@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from specdec import Loading, SpecGenerator
 from specdec.bench.duel import duel
 from specdec.bench.machine import Watch
+from specdec.bench.prompts import PromptText
 from specdec.bench.samples import Difference
 from specdec.cli import commands
 from specdec.cli.pair import LOOKS, comparison
@@ -402,9 +403,8 @@ def test_a_hub_out_of_reach_is_one_line(talk: Any, monkeypatch: pytest.MonkeyPat
         raise LoadError("the hub cannot be reached")
 
     monkeypatch.setattr(SpecGenerator, "submit", away)
-    said = ["loading org/name", "the hub does not answer: trying again for up to half a minute"]
     err = talk("/draft org/name", code=1).err
-    assert err.splitlines() == [*said, "error: the hub cannot be reached"]
+    assert err.splitlines() == ["loading org/name", "error: the hub cannot be reached"]
 
 
 def test_statistics_of_a_conversation(talk: Any) -> None:
@@ -679,9 +679,7 @@ def pair(target: str, draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny = bundled_models.Pair("python-code", Path(target), Path(draft), {"target_parameters": 1234})
     bundled, code = bundled_models.pair, "python-code"
     monkeypatch.setattr(bundled_models, "pair", lambda name=code: tiny if name == code else bundled(name))
-    monkeypatch.setattr("specdec.bench.duel.prompts", lambda: ["def f():\n"])
-    monkeypatch.setenv("SPECDEC_COMPILE_AFTER", "")  # restored after the demo has set it
-    monkeypatch.delenv("SPECDEC_COMPILE_AFTER")
+    monkeypatch.setattr("specdec.bench.prompts.pick_prompts", lambda *_: [PromptText("def f():\n", "code")])
 
 
 @pytest.mark.usefixtures("pair")
