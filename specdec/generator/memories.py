@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from dataclasses import dataclass
 from os import PathLike
@@ -13,6 +14,7 @@ from specdec.errors import OptionError
 from specdec.options.fields import is_whole
 from specdec.proposers.memory import Memory
 
+LOG = logging.getLogger(__name__)
 MEMORY_BYTES = 2**27
 """The default size of a memory."""
 _WORDS = {"on": True, "off": False}
@@ -20,10 +22,14 @@ _WORDS = {"on": True, "off": False}
 
 @dataclass(frozen=True)
 class MemoryWish:
-    """A caller's `memory`: at most so many bytes, 0 for no memory, and the texts of the files."""
+    """A caller's `memory`: at most so many bytes, 0 for no memory, and the texts of the files.
+
+    `is_default`: a program's default and nobody's wish, so that nothing is said where the draft has no use for it.
+    """
 
     most_bytes: int
     texts: tuple[str, ...] = ()
+    is_default: bool = False
 
     @classmethod
     def read(cls, memory: Any) -> MemoryWish:
@@ -57,12 +63,18 @@ class MemoryWish:
         return memory
 
     def check(self, draft: Draft | None) -> None:
-        """Raises OptionError where files were named for a draft that does not copy."""
-        if self.texts and getattr(getattr(draft, "text", draft), "memory", None) is None:
-            raise OptionError(
-                f"`memory` names files for drafts that copy, and the draft is {draft!r}: pass draft='suffix', or leave "
-                "out the files"
-            )
+        """Raises OptionError where files were named for a draft that does not copy; logs that it has no memory."""
+        if not self.most_bytes or getattr(getattr(draft, "text", draft), "memory", None) is not None:
+            return
+        idle = f"drafts that copy, and the draft is {draft!r}: pass draft='suffix', or leave out"
+        if self.texts:
+            raise OptionError(f"`memory` names files for {idle} the files")
+        if not self.is_default:
+            LOG.info("`memory` is for %s `memory`", idle)
+
+
+DEFAULT = MemoryWish(MEMORY_BYTES, is_default=True)
+"""The memory of programs that have one by default."""
 
 
 def _texts(path: Path, room: int) -> list[str]:

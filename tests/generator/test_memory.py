@@ -7,6 +7,7 @@ import pytest
 
 from specdec import OptionError, SpecGenerator
 from specdec.core.stats import Stats
+from specdec.generator.memories import DEFAULT
 from specdec.models import LanguageModel
 from specdec.proposers import HybridDraft, ModelDraft, SuffixDraft
 from tests.folders import WIDTH, byte_tokenizer
@@ -141,6 +142,23 @@ def test_bad_memories_are_told(memory: Any, words: str) -> None:
     """The error names the argument, and what can be passed; files without a draft that copies are refused."""
     with pytest.raises(OptionError, match=words):
         SpecGenerator(tiny("llama", vocab=WIDTH), tokenizer=byte_tokenizer(), memory=memory)
+
+
+@pytest.mark.parametrize("draft", [None, "none", tiny("llama", seed=1)], ids=["nothing", "none", "a model"])
+def test_a_memory_that_nothing_reads_is_told(draft: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """A line of the log names the draft and the way out, unless the memory is a program's default. (Nothing did.)"""
+    caplog.set_level("INFO", "specdec")
+    for memory, lines in ((DEFAULT, 0), (False, 0), (True, 1), (2**20, 1)):
+        caplog.clear()
+        SpecGenerator(tiny("llama"), draft, memory=memory)
+        told = [
+            line for line in caplog.messages if line.startswith("`memory` is for drafts that copy, and the draft is ")
+        ]
+        assert len(told) == lines
+        assert all(line.endswith("pass draft='suffix', or leave out `memory`") for line in told)
+    caplog.clear()
+    SpecGenerator(tiny("llama"), "suffix", memory=True)
+    assert not any("`memory`" in line for line in caplog.messages)
 
 
 def test_bad_files_are_told(tmp_path: Path) -> None:
