@@ -117,6 +117,24 @@ def test_predictions_with_any_draft(draft: str) -> None:
                 assert answer["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] >= 8
 
 
+@pytest.mark.parametrize("draft", ["none", "suffix", "model", "hybrid"])
+def test_predictions_beside_a_memory(draft: str) -> None:
+    """The text is the same, whether the prediction, the memory or neither is right; the memory serves where it is."""
+    body = {"prompt": USER["content"], "temperature": 0, "ignore_eos": True, "max_tokens": 24, "return_metrics": True}
+    with asking(app(text_model(draft=draft, memory=True))) as c:
+        right, wrong = model_of(draft).generator, "something else, and then more of it"
+        [text] = right.generate(USER["content"], do_sample=False, eos_token_id=[], max_new_tokens=24).texts
+        accepted = list[int]()
+        for content in (wrong, wrong, text):
+            answer = c.complete(**body, prediction={"type": "content", "content": content})
+            assert answer["choices"][0]["text"] == text
+            accepted.append(answer["usage"]["completion_tokens_details"]["accepted_prediction_tokens"])
+        other = c.complete(**{**body, "prompt": "xyz"}, prediction={"type": "content", "content": text})
+        alone = c.complete(**{**body, "prompt": "xyz", "speculate": draft == "none"})
+    assert other["choices"] == alone["choices"]
+    assert min(accepted[1:]) >= 8
+
+
 def test_greedy_choices_are_equal() -> None:
     """As many as there should be, whole and streamed. (It was a 400: greedy decoding has only one answer.)"""
     with asking(app()) as c:
