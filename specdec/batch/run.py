@@ -89,8 +89,8 @@ def run_batch(
         if progress.done < progress.total:
             worker = worker or load_worker(spec)
             missing = _misplaced((row for row in source.read(spec.input) if row.number not in journal), spec)
-            ordered, began = by_length(missing, spec, _WINDOW * at_once), monotonic()
-            for answer in _answers(worker, ordered, at_once, stop):
+            began = monotonic()
+            for answer in _answers(worker, _by_length(missing, spec, _WINDOW * at_once), at_once, stop):
                 journal.add(answer.number, answer.data)
                 progress = progress.with_failure(answer.number, answer.data)
                 tokens = progress.new_tokens + answer.tokens
@@ -141,7 +141,7 @@ def _lines(done: Iterable[Future[OutputLine]]) -> Iterator[OutputLine]:
     yield from (future.result() for future in sorted(done, key=lambda finished: finished.exception() is not None))
 
 
-def by_length(rows: Iterator[InputRow], spec: BatchSpec, window: int) -> Iterator[InputRow]:
+def _by_length(rows: Iterator[InputRow], spec: BatchSpec, window: int) -> Iterator[InputRow]:
     """The rows, in each window of `window` the longest first."""
     while nearest := list(islice(rows, window)):
         yield from sorted(nearest, key=spec.size, reverse=True)

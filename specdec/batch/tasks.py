@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from specdec.batch.rows import InputRow
 from specdec.core.stats import Stats
 from specdec.errors import OptionError, SpecdecError
+from specdec.generator import memories
 from specdec.generator.generation import Generation
 from specdec.generator.generator import SpecGenerator
 from specdec.generator.tokenizers import ids_of
@@ -61,14 +61,11 @@ class BatchSpec:
         return 0 if self.task == "transcribe" else len(str(row.fields.get(self.input)))
 
 
-class Task(ABC):
-    """One task with its models."""
+class Task(Protocol):
+    """One task; making it loads its models, and raises OptionError for invalid options."""
 
-    @abstractmethod
-    def __init__(self, spec: BatchSpec) -> None:
-        """Loads the models; raises OptionError for invalid options."""
+    def __init__(self, spec: BatchSpec) -> None: ...
 
-    @abstractmethod
     def answer(self, fields: Fields, seed: int) -> tuple[dict[str, Any], Stats]:
         """The answer's fields and the call's statistics; raises for a row without an answer."""
 
@@ -149,7 +146,7 @@ def error_text(error: Exception) -> str:
 
 
 def load_generator(spec: BatchSpec, **more: Any) -> SpecGenerator:
-    how = {"kv_budget": _KV_SHARE, "memory": True, **spec.loading, **more}
+    how = {"kv_budget": _KV_SHARE, "memory": memories.DEFAULT, **spec.loading, **more}
     return SpecGenerator.from_pretrained(spec.target, spec.draft, **how)
 
 

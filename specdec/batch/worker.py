@@ -24,18 +24,14 @@ _TASKS: dict[str, type[Task]] = {
 
 def load_worker(spec: BatchSpec) -> Worker:
     """Loads the models; raises OptionError and LoadError as `from_pretrained` does, SpecdecError without a package."""
-    kind = _openai() if spec.task == "openai" else _TASKS[spec.task]
-    return Worker(spec, kind(spec))
-
-
-def _openai() -> type[Task]:
+    if spec.task != "openai":
+        return Worker(spec, _TASKS[spec.task](spec))
     try:
         from specdec.batch.openai_files import OpenAITask
     except ImportError as error:
-        raise SpecdecError(
-            f"rows in OpenAI's form need what a server needs ({error}): pip install -e '.[serve]'"
-        ) from None
-    return OpenAITask
+        way_out = "pip install -e '.[serve]'"
+        raise SpecdecError(f"rows in OpenAI's form need what a server needs ({error}): {way_out}") from None
+    return Worker(spec, OpenAITask(spec))
 
 
 @dataclass(frozen=True)
