@@ -33,12 +33,11 @@ class OpenAITask(Task):
         request = _request(fields)
         if request.seed is None:
             request = request.model_copy(update={"seed": seed % _NO_SEED})
-        prompts = [None] if isinstance(request, ChatRequest) else request.prompts
         calls, thinking = self._model.calls(request), self._model.thinking(request)
         how: dict[str, Any] = {"id": _id(seed), "created": 0, "calls": calls, "thinking": thinking}
-        answer = Answer(request, self._model.name, len(prompts), **how)
+        answer = Answer(request, self._model.name, **how)
         news = SimpleQueue[None]()
-        for at, prompt in enumerate(prompts):
+        for at, prompt in enumerate(request.prompts):
             for update in self._model.run(PromptRequest(request, prompt), partial(news.put, None)):
                 if update is None:
                     news.get()

@@ -32,7 +32,6 @@ class Answer:
         self,
         request: Generate,
         model: str,
-        prompts: int,
         *,
         id: str | None = None,
         created: int | None = None,
@@ -45,9 +44,9 @@ class Answer:
         self._id = secrets.token_hex(12) if id is None else id
         self._created = int(time.time()) if created is None else created
         # Each thread that decodes has a counter with all keys, which `usage` reads from other threads.
-        self._counts = [Counter[str](prompt=0, new=0, cached=0) for _ in range(prompts)]
+        self._counts = [Counter[str](prompt=0, new=0, cached=0) for _ in request.prompts]
         self._stats: list[Stats] = []
-        self._deltas: list[list[TextDelta]] = [[] for _ in range(prompts * request.n)]  # a list for each choice
+        self._deltas = [list[TextDelta]() for _ in range(len(self._counts) * request.n)]  # for each choice
         self._readers: list[CallReader] = []
         if calls:
             assert isinstance(request, ChatRequest)

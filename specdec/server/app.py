@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from specdec import __version__
@@ -54,4 +54,4 @@ async def _answer(request: Request, error: Exception) -> Response:
         error = invalid(faults, error.body)
     api_error = reported(error)
     request.scope[ERROR] = api_error.code
-    return JSONResponse(api_error.body, api_error.status_code, headers=dict(api_error.headers or {}))
+    return api_error.response

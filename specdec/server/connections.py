@@ -86,13 +86,10 @@ class HttpProtocol(H11Protocol):
         else:
             self.transport.close()
 
-    def drop(self) -> None:
-        self.transport.abort()
-
     def stop(self) -> None:
         """Closes the connection of a request whose body is incomplete."""
         if not self.is_idle and self.cycle.more_body:
-            self.drop()
+            self.transport.abort()
 
     def _await_head(self) -> None:
         if self._head is not None:
@@ -107,7 +104,7 @@ class HttpProtocol(H11Protocol):
         LOG.warning(
             "a client did not read what it was sent within %g s: its connection is closed", self._limits.send_seconds
         )
-        self.drop()
+        self.transport.abort()
 
 
 _LOG = LOG.getChild("http")

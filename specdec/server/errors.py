@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
 
 from specdec.errors import CancelledError, OptionError
 
@@ -45,6 +46,10 @@ class ApiError(HTTPException):
         """The error as OpenAI writes it."""
         kind = _KINDS.get(self.status_code, "invalid_request_error" if self.status_code < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    @property
+    def response(self) -> JSONResponse:
+        return JSONResponse(self.body, self.status_code, headers=dict(self.headers or {}))
 
 
 def busy(message: str, seconds: int) -> ApiError:
@@ -166,8 +171,14 @@ def invalid(faults: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
     best = max(range(len(faults)), key=weight)
     path = ".".join(map(str, places[best]))[:_LONGEST]
     cause = (faults[best].get("ctx") or {}).get("error")
-    if isinstance(cause, FieldError):
-        return _field_error(str(cause), path, faults[best].get("input"))
+    if isinstance(cause, FieldError):  # its message is about the value at `path`, or about a field of that
+        message, value = str(cause), faults[best].get("input")
+        field = _first_named(message)
+        if path and field and isinstance(value, Mapping) and field in value:
+            message, field = message.replace(f"`{field}`", f"`{path}.{field}`", 1), f"{path}.{field}"
+        elif path:
+            message, field = f"`{path}`: {message}", path
+        return ApiError(400, message, param=field, code="invalid_value")
     same = [fault for fault, place in zip(faults, places, strict=True) if place == places[best]]
     message = predicate(faults[best], same) or "cannot be taken"
     return ApiError(400, f"{f'`{path}`' if path else 'the body'} {message}", param=path or None, code="invalid_value")
@@ -180,16 +191,6 @@ def predicate(fault: Mapping[str, Any], same: Sequence[Mapping[str, Any]]) -> st
         return f"must be {' or '.join(dict.fromkeys(expected))}, got {_shown(fault['input'])}"
     template = _FAULTS.get(fault["type"])
     return template and template.format_map(_facts(fault))
-
-
-def _field_error(message: str, path: str, value: Any) -> ApiError:
-    """The message of a `FieldError` about the value at `path`, which precedes the first field it names."""
-    field = _first_named(message)
-    if path and field and isinstance(value, Mapping) and field in value:
-        message, field = message.replace(f"`{field}`", f"`{path}.{field}`", 1), f"{path}.{field}"
-    elif path:
-        message, field = f"`{path}`: {message}", path
-    return ApiError(400, message, param=field, code="invalid_value")
 
 
 def place_of(fault: Mapping[str, Any], body: Any) -> Place:

@@ -5,6 +5,7 @@ Every route except a `PublicRoute` requires a key, and checks it before it reads
 
 from __future__ import annotations
 
+import json
 import re
 import secrets
 import tempfile
@@ -19,7 +20,7 @@ from fastapi.routing import APIRoute
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import HTTPConnection, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specdec.server.errors import LEFT, ApiError, reported, unavailable
@@ -192,7 +193,7 @@ class Entrance:
                 await self._app(inner, receive, tagged)
             else:
                 inner[ERROR] = error.code
-                await JSONResponse(error.body, error.status_code, dict(error.headers or {}))(scope, receive, tagged)
+                await error.response(scope, receive, tagged)
         finally:
             ends.close()
             path, seconds = getattr(inner.get("route"), "path", "unknown"), time.monotonic() - began
@@ -200,9 +201,14 @@ class Entrance:
                 inner.setdefault(ERROR, LEFT)
             if inner.get(ERROR) == LEFT:
                 self._state.metrics.aborted.labels(path).inc()
-            client, key = sender_of(HTTPConnection(scope)), inner.get("specdec.key")
-            facts = {"request_id": request_id, "method": scope.get("method", "GET"), "path": path, "status": status}
-            self._state.note(**facts, seconds=seconds, bytes=num_bytes, client=client, key=key, error=inner.get(ERROR))
+            # Never its content, and no path but a route's; the error of a stream comes after the status.
+            facts = {
+                **{"request_id": request_id, "method": scope.get("method", "GET"), "path": path, "status": status},
+                **{"seconds": round(seconds, 4), "bytes": num_bytes, "client": sender_of(HTTPConnection(scope))},
+                **{"key": inner.get("specdec.key"), "error": inner.get(ERROR)},
+            }
+            self._state.metrics.requests.labels(path, str(status)).inc()
+            LOG.info(json.dumps(facts), extra={"facts": facts})
 
     def _refusal(self, scope: Scope, headers: Headers) -> ApiError | None:
         if sum(len(name) + len(value) for name, value in scope["headers"]) > self._state.settings.limits.header_bytes:

@@ -134,7 +134,7 @@ class _Server(uvicorn.Server):
             for descriptor in unread:
                 polled.register(descriptor, select.POLLRDHUP)
             for descriptor, _ in polled.poll(0):
-                unread[descriptor].drop()
+                unread[descriptor].transport.abort()
 
     async def shutdown(self, sockets: Any = None) -> None:
         """Waits for running requests until the drain ends."""

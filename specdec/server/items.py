@@ -69,14 +69,6 @@ def _tool(tool: Any) -> Any:
     return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
 
 
-def _format(text: Any) -> Any:
-    """`response_format` of a chat for `text`."""
-    form = text.get("format") if isinstance(text, dict) else None
-    if not isinstance(form, dict) or form.get("type") != "json_schema":
-        return form
-    return {"type": "json_schema", "json_schema": {name: value for name, value in form.items() if name != "type"}}
-
-
 class ResponsesRequest(ChatRequest):
     """Answers `input`, which continues the conversation of an earlier response."""
 
@@ -98,17 +90,17 @@ class ResponsesRequest(ChatRequest):
         if isinstance(tools := data.get("tools"), list):
             chat["tools"] = [_tool(tool) for tool in tools]
         chat["tool_choice"] = _tool(data.get("tool_choice"))
-        return chat if (form := _format(data.get("text"))) is None else {**chat, "response_format": form}
+        form = data["text"].get("format") if "text" in hints else None
+        if isinstance(form, dict) and form.get("type") == "json_schema":
+            schema = {name: value for name, value in form.items() if name != "type"}
+            form = {"type": "json_schema", "json_schema": schema}
+        return chat if form is None else {**chat, "response_format": form}
 
     @model_validator(mode="after")
     def _is_one(self) -> ResponsesRequest:
         if self.n > 1:
             raise FieldError("`n` is not supported here: use /v1/chat/completions")
         return self
-
-    @property
-    def most_tokens(self) -> int | None:
-        return super().most_tokens if self.max_output_tokens is None else self.max_output_tokens
 
     def after(self, history: Sequence[Message]) -> ResponsesRequest:
         """The request with its whole conversation as `messages`."""
@@ -168,7 +160,7 @@ class ResponseAnswer(Answer):
     def __init__(
         self, request: ResponsesRequest, model: str, *, done: Callable[[str, list[Message]], None], **how: Any
     ) -> None:
-        super().__init__(request, model, 1, **how)
+        super().__init__(request, model, **how)
         self._body, self._done = request, done
         self._items: list[dict[str, Any]] = []
         self._is_begun = self._is_open = False  # the response; its last item

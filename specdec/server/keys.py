@@ -12,6 +12,7 @@ from specdec.errors import OptionError
 
 LOG = logging.getLogger(__name__)
 _LEAST = 16  # characters
+_KEY = re.compile(f"[!-~]{{{_LEAST},}}")
 _NUMBERED = re.compile(r"key-\d+")
 _NAMED = re.compile(r"(.+?):\s+(.+)")  # a colon without a space after it is part of a key
 
@@ -69,12 +70,8 @@ class Keys:
             match = _NAMED.fullmatch(text)
             name, key = (match[1].strip(), match[2]) if match else (f"key-{number}", text)
             owner = names.get(_digest(key), name)
-            if any(character.isspace() for character in key):
-                faults.append(f"line {number} has a key with a space in it: write KEY or NAME: KEY")
-            elif len(key) < _LEAST:
-                faults.append(f"the key in line {number} is shorter than {_LEAST} characters: write a longer one")
-            elif not (key.isascii() and key.isprintable()):
-                faults.append(f"the key in line {number} has characters that no header carries: write it in ASCII")
+            if not _KEY.fullmatch(key):
+                faults.append(f"line {number} has no key of {_LEAST} or more ASCII characters, no space: write one")
             elif match and _NUMBERED.fullmatch(name):
                 faults.append(f"the name in line {number} is one that keys without a name get: choose another")
             elif owner != name:

@@ -17,12 +17,7 @@ from specdec.server.errors import FieldError
 _UNKNOWN = 10  # unknown fields of an object that are checked
 _TOOLS = 128
 _LONGEST_NAME, _LONGEST_DESCRIPTION, _LONGEST_ARGUMENTS = 256, 65_536, 2**20
-# Fields of messages: clients send answers back, with all fields that a message can have.
-REFUSED_OF_MESSAGES = {
-    "function_call": "pass `tool_calls`",
-    "audio": "only text is read: leave it out",
-    "refusal": "pass its text as `content`",
-}
+_EMPTY = ("audio", "function_call", "refusal")  # fields of answers, which clients send back
 
 
 def _is_text(value: str) -> str:
@@ -205,21 +200,10 @@ class Message(Sent):
 
     @model_validator(mode="before")
     @classmethod
-    def _only_text(cls, data: Any) -> Any:
+    def _without_empty(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        if data.get("role") == "function":
-            raise FieldError("`role` 'function' is not supported: pass the role 'tool'")
-        for name, why in REFUSED_OF_MESSAGES.items():
-            if data.get(name):
-                raise FieldError(f"`{name}` is not supported: {why}")
-        parts = data.get("content")
-        for part in parts if isinstance(parts, list) else []:
-            kind = part.get("type") if isinstance(part, dict) else None
-            if isinstance(kind, str) and kind not in ("text", "image_url"):
-                why = "only text and pictures (image_url) are read"
-                raise FieldError(f"`content` of type {json.dumps(kind[:40])} is not supported: {why}")
-        return {name: value for name, value in data.items() if name not in (*REFUSED_OF_MESSAGES, "annotations")}
+        return {name: value for name, value in data.items() if name != "annotations" and (value or name not in _EMPTY)}
 
     @model_validator(mode="after")
     def _of_its_role(self) -> Message:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from functools import partial
-from operator import attrgetter
 from typing import Any
 
 from fastapi import FastAPI
@@ -19,15 +18,11 @@ COLLECTOR = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
 _SILENT = "/health$,/ready$,/metrics$"  # asked every few seconds
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _POSITIONS = 16  # in a draft, counted separately
-_LOADS = {  # attributes of a host
-    "load.running": ("num_requests_running", "Requests that run."),
-    "load.waiting": ("num_requests_waiting", "Requests that wait for their turn."),
-    "load.kv_tokens_held": ("kv_tokens_held", "Tokens of running requests whose keys and values are held."),
-    "load.kv_tokens_free": ("kv_tokens_free", "Tokens that still fit into the model's kv_budget."),
-}
-_UPLOADS = {
-    "running": ("num_uploads_running", "Recordings that arrive or are heard."),
-    "waiting": ("num_uploads_waiting", "Recordings that wait unread."),
+_LOADS = {  # entries of a host's load
+    "running": ("num_requests_running", "Requests that run."),
+    "waiting": ("num_requests_waiting", "Requests that wait for their turn."),
+    "kv_tokens_held": ("kv_tokens_held", "Tokens of running requests whose keys and values are held."),
+    "kv_tokens_free": ("kv_tokens_free", "Tokens that still fit into the model's kv_budget."),
 }
 
 
@@ -59,13 +54,15 @@ class Metrics:
 
     def watch(self, hosts: Mapping[str, Any], uploads: Any) -> None:
         """Adds gauges of the models' loads and of uploads, which are read at every scrape."""
-        for field, name_and_help in _LOADS.items():
-            gauge, read = self._metric(Gauge, *name_and_help, "model"), attrgetter(field)
+        for entry, name_and_help in _LOADS.items():
+            gauge = self._metric(Gauge, *name_and_help, "model")
             for name, host in hosts.items():
-                if read(host) is not None:
-                    gauge.labels(name).set_function(partial(read, host))
-        for field, name_and_help in _UPLOADS.items():
-            self._metric(Gauge, *name_and_help).set_function(partial(attrgetter(field), uploads))
+                if host.load[entry] is not None:
+                    gauge.labels(name).set_function(lambda host=host, entry=entry: host.load[entry])
+        running = self._metric(Gauge, "num_uploads_running", "Recordings that arrive or are heard.")
+        running.set_function(lambda: uploads.running)
+        waiting = self._metric(Gauge, "num_uploads_waiting", "Recordings that wait unread.")
+        waiting.set_function(lambda: uploads.waiting)
 
     def count(self, model: str, stats: Stats) -> None:
         """Counts a finished prompt or recording."""

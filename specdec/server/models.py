@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from transformers import AutoConfig
 
 from specdec.engine.openmp import release_helpers
 from specdec.errors import OptionError
+from specdec.generator import memories
 from specdec.generator.generator import SpecGenerator
 from specdec.models.hf.load_errors import check_reached
 from specdec.options import bundled_models
@@ -28,17 +28,7 @@ from specdec.server.text import TextModel
 _SET_BY_REQUESTS = ("do_sample", "max_new_tokens", "max_length", "num_return_sequences", "penalty_alpha")
 _READY_SECONDS = 30.0  # seconds after a decoded token in which a model counts as ready
 _PROBE_SECONDS = 20.0  # seconds to wait for a token
-_HELPERS = 2  # threads that tokenize
-
-
-@dataclass(frozen=True)
-class Load:
-    """How full a model is: requests that run and wait, tokens that are held, and that still fit (None: no limit)."""
-
-    running: int
-    waiting: int
-    kv_tokens_held: int
-    kv_tokens_free: int | None
+_LIGHT = 2  # requests at a time that tokenize alone
 
 
 class Host:
@@ -48,9 +38,8 @@ class Host:
         running = limits.running if isinstance(model, TextModel) else min(limits.recordings, limits.running)
         self.model = model
         self.turns = Admission(running, limits.waiting)
-        self.light = Admission(_HELPERS, limits.waiting)
+        self.light = Admission(_LIGHT, limits.waiting)
         self.pool = ThreadPoolExecutor(running + 1, thread_name_prefix=f"specdec-{model.name}")
-        self.helpers = ThreadPoolExecutor(_HELPERS, thread_name_prefix=f"specdec-{model.name}-text")
         self.created, self._alive = int(time.time()), float("-inf")
         self._probe: asyncio.Future[None] | None = None
 
@@ -58,13 +47,15 @@ class Host:
         self._alive = time.monotonic()
 
     @property
-    def load(self) -> Load:
+    def load(self) -> dict[str, int | None]:
+        """Requests that run and wait, tokens that are held, and tokens that still fit (None: no limit)."""
         engine = self.model.generator.engine
         rows = [*engine.running, *engine.scheduler.prefilling]
         tokens = sum(row.length for row in rows)
         budget, each = engine.memory, engine.model.kv_bytes
         free = max(budget.limit // each - tokens, 0) if budget is not None and each else None
-        return Load(self.turns.running, self.turns.waiting, tokens, free)
+        requests = {"running": self.turns.running, "waiting": self.turns.waiting}
+        return {**requests, "kv_tokens_held": tokens, "kv_tokens_free": free}
 
     async def is_ready(self) -> bool:
         """Whether it has decoded lately, or decodes a token now; concurrent calls share that token."""
@@ -86,7 +77,6 @@ class Host:
     def close(self) -> None:
         """Takes no more requests; running ones go on."""
         self.pool.shutdown(wait=False, cancel_futures=True)
-        self.helpers.shutdown(wait=False, cancel_futures=True)
 
 
 def load_served(settings: ModelSettings, limits: Limits, share: float = 0.5) -> TextModel | SpeechModel:
@@ -104,8 +94,8 @@ def load_served(settings: ModelSettings, limits: Limits, share: float = 0.5) -> 
         raise OptionError(f"`options` of a model may not name `{refused[0]}`, which every request sets: leave it out")
     if is_speech:
         check_readers()
-    memory: dict[str, Any] = {"kv_budget": settings.kv_budget or share}
-    memory |= {"prefix_cache": settings.prefix_cache, "memory": settings.memory}
+    memory: dict[str, Any] = {"kv_budget": settings.kv_budget or share, "prefix_cache": settings.prefix_cache}
+    memory["memory"] = settings.memory if "memory" in settings.model_fields_set else memories.DEFAULT
     kind = Transcriber if is_speech else SpecGenerator
     try:
         pipeline: Any = kind.from_pretrained(target, settings.draft, **memory, **settings.loading, **settings.options)

@@ -34,8 +34,8 @@ def check_limits(request: Generate, limits: Limits) -> None:
     """Raises a 400 for numbers above the server's limits."""
     bounds: dict[str, int | None] = {"n": limits.choices, "num_beams": limits.beams, "num_samples": limits.beams}
     bounds |= dict.fromkeys((*LENGTHS, "min_tokens"), limits.new_tokens)
-    for name, most in bounds.items():
-        if most is not None and (getattr(request, name, None) or 0) > most:
+    for name in bounds.keys() & request.model_fields_set:
+        if (most := bounds[name]) is not None and (getattr(request, name) or 0) > most:
             raise above_limit(f"`{name}` may be {most}", name)
 
 
@@ -64,23 +64,16 @@ def call_options(
     options = request.model_dump(include={*_SAME}, exclude_unset=True, exclude_none=True)
     beams = request.num_beams if "num_beams" in request.model_fields_set else num_beams
     searches = beams > 1 or request.penalty_alpha
-    if request.temperature is not None or not searches:
-        options |= {"do_sample": True, **drawing}
-    else:
-        options["do_sample"] = False
-    values = {name: value for name in _INHERITED if (value := getattr(request, name)) is not None}
-    if request.top_k == -1:
-        values["top_k"] = 0
-    options |= values
-    if request.temperature == 0 and searches:
-        options = {name: value for name, value in options.items() if name not in _INHERITED} | {"do_sample": False}
-        options |= {"top_k": request.top_k} if request.top_k and request.penalty_alpha else {}
+    draws = not searches or bool(request.temperature)
+    options |= {"do_sample": draws, **(drawing if draws else {})}
+    fields = _INHERITED if draws or request.temperature is None else ("top_k",) if request.penalty_alpha else ()
+    options |= {name: value for name in fields if (value := getattr(request, name)) is not None}
+    if options.get("top_k") == -1:
+        options["top_k"] = 0
     is_greedy = request.temperature == 0 and not searches and request.num_samples is None
     options["num_return_sequences"] = 1 if is_greedy else request.n
     if request.min_tokens:
         options["min_new_tokens"] = request.min_tokens
-    if request.ignore_eos:
-        options["eos_token_id"] = []
     if request.logit_bias:
         options["sequence_bias"] = {(_token_id(token),): float(bias) for token, bias in request.logit_bias.items()}
     options["seed"] = request.seed if request.seed is None or request.seed >= 0 else request.seed + 2**64

@@ -20,7 +20,7 @@ from specdec.server.messages import Message, Name, Sent, Text, TextParts, Tool, 
 
 LOG = logging.getLogger("specdec.server")
 _FORMS = ("json", "regex", "grammar", "choice")
-LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+LENGTHS = ("max_output_tokens", "max_completion_tokens", "max_tokens")  # the first that a request has counts
 _ENTRIES = 1024  # an object with any names has so many at most
 _MOST_CALLS = 16  # one answer has so many at most
 _LONGEST_PHRASE, _LONGEST_GRAMMAR = 256, 65_536
@@ -30,17 +30,6 @@ def _few(data: Any) -> Any:
     """An object's first entries, one more than allowed: each could be a fault."""
     present = without_nulls(data)
     return dict(islice(present.items(), _ENTRIES + 1)) if isinstance(present, dict) else present
-
-
-def _in_our_words(data: dict[str, Any]) -> dict[str, Any]:
-    """llama.cpp's `n_predict` as `max_tokens`; without stop texts that are empty."""
-    data, most = dict(data), data.get("n_predict")
-    if "n_predict" in data:
-        del data["n_predict"]
-        data |= {} if most == -1 or data.get("max_tokens") is not None else {"max_tokens": most}
-    if isinstance(stop := data.get("stop"), str | list):
-        data["stop"] = stop or None if isinstance(stop, str) else [text for text in stop if text != ""]
-    return data
 
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
@@ -194,7 +183,12 @@ class Generate(Sent):
     def _refuse(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        data = _in_our_words(data)
+        data, most = dict(data), data.get("n_predict")
+        data.pop("n_predict", None)  # llama.cpp's `max_tokens`
+        if most not in (None, -1) and data.get("max_tokens") is None:
+            data["max_tokens"] = most
+        if isinstance(stop := data.get("stop"), str | list):  # without texts that are empty
+            data["stop"] = stop or None if isinstance(stop, str) else [text for text in stop if text != ""]
         for name, (neutral, why) in REFUSED.items():
             value = None if name in cls.model_fields else data.get(name)
             if value is not None and not any(type(value) is type(allowed) and value == allowed for allowed in neutral):
@@ -214,10 +208,10 @@ class Generate(Sent):
             raise FieldError(f"`{fields[0]}` and `{fields[1]}` each set the form of the answer: pass one of them")
         if fields and self.ignore_eos and not self.stop_token_ids:
             raise FieldError(f"`ignore_eos` lets no answer in the form of `{fields[0]}` end: leave one of them out")
-        if (most := self.most_tokens) is not None and self.min_tokens > most:
-            limit = next((name for name in LENGTHS if getattr(self, name, None) is not None), None)
-            bound = f"`{limit}`={most}" if limit else f"{most}, which is the most without `max_tokens`"
-            raise FieldError(f"`min_tokens`={self.min_tokens} is more than {bound}: lower the one or raise the other")
+        limit, most = self._limit
+        if most is not None and self.min_tokens > most:
+            way_out = "lower the one or raise the other"
+            raise FieldError(f"`min_tokens`={self.min_tokens} is more than `{limit}`={most}: {way_out}")
         return self
 
     @property
@@ -238,6 +232,11 @@ class Generate(Sent):
         raise NotImplementedError
 
     @property
+    def prompts(self) -> list[Any]:
+        """What is continued, texts or token ids; None for a conversation."""
+        return [None]
+
+    @property
     def gap(self) -> Gap | None:
         """The texts around a gap that the answer fills, and the names and texts of other files; None without a gap."""
         return None
@@ -245,7 +244,13 @@ class Generate(Sent):
     @property
     def most_tokens(self) -> int | None:
         """The length limit; None for the rest of the context."""
-        raise NotImplementedError
+        return self._limit[1]
+
+    @property
+    def _limit(self) -> tuple[str, int | None]:
+        return next(
+            ((name, most) for name in LENGTHS if (most := getattr(self, name, None)) is not None), ("max_tokens", None)
+        )
 
     @property
     def stops(self) -> list[str]:
@@ -257,7 +262,7 @@ class CompletionRequest(Generate):
 
     prompt: Text | Tokens | Annotated[list[Text | Tokens], Field(min_length=1, max_length=1024, fail_fast=True)]
     suffix: Text | None = None
-    max_tokens: Least | None = None
+    max_tokens: Least | None = 16  # OpenAI's default
     echo: bool = False
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
@@ -285,10 +290,6 @@ class CompletionRequest(Generate):
     def top(self) -> int | None:
         return self.logprobs
 
-    @property
-    def most_tokens(self) -> int | None:
-        return 16 if self.max_tokens is None else self.max_tokens  # OpenAI's default
-
 
 class InfillFile(Sent):
     """Another file, whose text helps to fill in a gap."""
@@ -301,6 +302,7 @@ class InfillRequest(CompletionRequest):
     """llama.cpp's request for the text between `input_prefix` with `prompt`, and `input_suffix`."""
 
     prompt: Text = ""
+    max_tokens: Least | None = None
     input_prefix: Text = ""
     input_suffix: Text = ""
     input_extra: Annotated[list[InfillFile], Field(max_length=256, fail_fast=True)] = Field(default_factory=list)
@@ -315,10 +317,6 @@ class InfillRequest(CompletionRequest):
     def gap(self) -> Gap:
         files = [(file.filename, file.text) for file in self.input_extra]
         return self.input_prefix + self.prompt, self.input_suffix, files
-
-    @property
-    def most_tokens(self) -> int | None:
-        return self.max_tokens
 
 
 class ChatRequest(Generate):
@@ -387,10 +385,6 @@ class ChatRequest(Generate):
     @property
     def top(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
-
-    @property
-    def most_tokens(self) -> int | None:
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
 class TokenizeRequest(Sent):

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
 from ipaddress import IPv6Address
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.requests import HTTPConnection, Request
 
@@ -22,6 +21,7 @@ from specdec.server.settings import ServeSettings, address_of
 from specdec.server.speech import SpeechModel
 from specdec.server.text import TextModel
 
+M = TypeVar("M", TextModel, SpeechModel)
 LOG = logging.getLogger("specdec.server")
 ERROR = "specdec.error"  # in the scope: the code of the request's error, for the log
 LOST = "connection_lost"  # in `request.state`: the event that the request's connection is lost
@@ -48,21 +48,20 @@ class State:
         for host in self.hosts.values():
             self.ends.callback(host.close)
 
-    def host(self, name: str | None, task: str) -> Host:
-        """The model of this name (None: the first of the task); raises a 404, or a 400 for a model of another task."""
-        fitting = [host for host in self.hosts.values() if host.model.task == task]
-        if name is None and fitting:
-            return fitting[0]
-        match = self.hosts.get(name or "")
+    def host(self, name: str | None, kind: type[M]) -> tuple[Host, M]:
+        """The model of this name (None: the first of its kind); raises a 404, or a 400 for a model of another kind."""
+        task = kind.task
+        fitting = [host for host in self.hosts.values() if isinstance(host.model, kind)]
+        match = next(iter(fitting), None) if name is None else self.hosts.get(name)
         if match is None:
             names = ", ".join(repr(host.model.name) for host in fitting)
             available = f"models for {task} are {names}" if fitting else f"no model of this server is for {task}"
             message = available if name is None else f"there is no model {name!r} here; {available}"
             raise ApiError(404, message, param="model", code="model_not_found")
-        if match.model.task != task:
+        if not isinstance(match.model, kind):
             message = f"the model {name!r} is for {match.model.task}, and this endpoint is for {task}"
             raise ApiError(400, message, param="model", code="wrong_model")
-        return match
+        return match, match.model
 
     def track(self, task: asyncio.Task[Any]) -> None:
         """Cancels the task when the server stops, at once if it already has."""
@@ -76,16 +75,6 @@ class State:
         self.stopping, self.cut = True, len(self._tasks)
         for task in self._tasks:
             task.cancel()
-
-    def note(self, **facts: Any) -> None:
-        """Logs one line about a request: never its content, and no path but a route's.
-
-        `facts`: request_id, method, path, status, seconds, bytes, client (its address), key, and error, a code; that
-        of a stream comes after the status.
-        """
-        self.metrics.requests.labels(facts["path"], str(facts["status"])).inc()
-        facts["seconds"] = round(facts["seconds"], 4)
-        LOG.info(json.dumps(facts), extra={"facts": facts})
 
     def admit(self) -> None:
         """Raises a 503 once the server is shutting down."""

@@ -62,7 +62,7 @@ class Started:
 
 @dataclass(frozen=True)
 class TextDelta:
-    """New text of choice `row`, after the prompt where the request has `echo`.
+    """New text of choice `row`; the first is the prompt where the request has `echo`.
 
     `tokens` counts its new tokens, `spans` are parts of it and whether the draft proposed them, `finish` is the finish
     reason of the last delta.
@@ -126,28 +126,33 @@ class TextModel:
         The first step tokenizes and checks, and may take long. Raises OptionError and ApiError for an invalid request.
         Closing it cancels the call.
         """
-        request = prompt.request
-        inputs = self._inputs(prompt)
-        ids = ids_in(inputs)
+        request, inputs = prompt.request, self._inputs(prompt)
+        ids, thinking = ids_in(inputs), self.thinking(request)
         with refusing():
-            tokenizer = self._marking(request)
-            options = self._options(prompt, ids, tokenizer)
+            tokenizer = self._marking(request, thinking)
+            end = "" if thinking is None else tokenizer.decode(ids[-_TAIL:]).rstrip()
+            thinks = thinking is not None and end.endswith(thinking.opening)
+            options = self._options(prompt, ids, tokenizer, thinking, thinks=thinks)
             job = self.generator.submit(inputs, **options)
-        echoes = bool(getattr(request, "echo", False))
-        echo = (yield from self._echo(prompt, ids, notify)) if echoes else ("", [])
-        yield Started(len(ids), self._thinks(request, ids))
+        echo = (yield from self._echo(prompt, ids, notify)) if getattr(request, "echo", False) else None
+        yield Started(len(ids), thinks)
+        if echo is not None:
+            yield from (replace(echo, row=row) for row in range(request.n))
         stops = [] if request.include_stop_str_in_output else [*request.stops, *self._stops]
-        before = ids if echoes and not self.is_encoder_decoder else []
-        rows = [_Row(tokenizer, prompt, row, echo, stops, before) for row in range(request.n)]
-        stream = request.stream or request.return_drafted or request.top is not None
-        stream = stream or self.thinking(request) is not None  # whose tokens are counted, round by round
+        before = [] if echo is None or self.is_encoder_decoder else ids
+        is_empty = request.most_tokens == 0  # the prompt is read, and scored
+        rows = [_Row(tokenizer, prompt, row, stops, before) for row in range(request.n)]
+        # The tokens of thoughts are counted round by round.
+        stream = request.stream or request.return_drafted or request.top is not None or thinking is not None
         with closing(_polled(job, notify, stream=stream)) as rounds:
             for deltas in rounds:
                 if deltas is None:
                     yield None
-                for delta in deltas or ():
+                for delta in () if is_empty else deltas or ():
                     for row in rows if options["num_return_sequences"] == 1 else [rows[delta.row]]:
                         yield from row.deltas(delta)
+        if is_empty:
+            yield from (TextDelta(row, "", 0, "length") for row in range(request.n))
         assert job.result is not None
         assert job.result.stats is not None
         yield job.result.stats
@@ -189,12 +194,12 @@ class TextModel:
 
     def _echo(
         self, prompt: PromptRequest, ids: list[int], notify: Callable[[], object]
-    ) -> Generator[None, None, tuple[str, list[TokenScore]]]:
+    ) -> Generator[None, None, TextDelta]:
         """The prompt's text, and its tokens' scores with `logprobs`; raises a 400 for scores of an encoder's input."""
         # what a token of the answer may change of its end belongs to the answer
         text, top = Detokenizer(self.tokenizer).push(ids, last=self.is_encoder_decoder), prompt.request.top
         if top is None:
-            return text, []
+            return TextDelta(0, text, 0)
         if self.is_encoder_decoder:
             message = f"{self.name!r} is an encoder-decoder, whose prompts have no `logprobs`: leave out `echo`"
             raise ApiError(400, message, param="echo")
@@ -207,25 +212,35 @@ class TextModel:
                         yield None
                     for step in (step for delta in deltas or () for step in delta.steps):
                         scores.append(scorer.score_of(step))
-        return text, scores
+        return TextDelta(0, text, 0, scores=scores)
 
-    def _options(self, prompt: PromptRequest, ids: list[int], tokenizer: Any) -> dict[str, Any]:
+    def _options(
+        self, prompt: PromptRequest, ids: list[int], tokenizer: Any, thinking: ThinkingForm | None, *, thinks: bool
+    ) -> dict[str, Any]:
         """The options of the call; stop texts are looked for in what `tokenizer` decodes."""
         request = prompt.request
         begin = 1 if self.is_encoder_decoder else len(ids)
         options = call_options(request, self._drawing, self.generator.draft, num_beams=self._beams)
         options |= {"max_new_tokens": self._room(prompt, len(ids)), "cache_salt": prompt.salt}
-        if request.stop_token_ids:
-            if max(request.stop_token_ids) >= (width := self.generator.target.vocab_size):
-                message = f"`stop_token_ids` must be below {width}, which the model knows"
-                raise ApiError(400, message, param="stop_token_ids")
-            options["eos_token_id"] = [*options.get("eos_token_id", self._ends), *request.stop_token_ids]
+        width, usual = self.generator.target.vocab_size, [] if request.ignore_eos else self._ends
+        if max(request.stop_token_ids or (), default=0) >= width:
+            message = f"`stop_token_ids` must be below {width}, which the model knows"
+            raise ApiError(400, message, param="stop_token_ids")
+        ends = [*usual, *(request.stop_token_ids or ())]
         if request.gap is not None and not request.ignore_eos:
-            options["eos_token_id"] = [*options.get("eos_token_id", self._ends), *self._infill.ends]
+            ends += self._infill.ends
+        options["eos_token_id"] = ends
         if request.stops:
             options["stopping_criteria"] = [StopTexts(partial(decode, tokenizer), request.stops, lambda _: begin)]
-        ends = options.get("eos_token_id", self._ends)
-        if processors := self._processors(request, ids, begin, ends):
+        processors = list[Any]()
+        marks = [] if thinking is None else [thinking.opening, thinking.closing]
+        tokens = [self.tokenizer.encode(mark, add_special_tokens=False) for mark in marks]
+        if (form := next(iter(request.forms), None) or self._form_of_calls(request)) is not None:
+            processors.append(self._grammar(form, ends))
+            processors[0].follows = tokens[1] if thinks else ()
+        if isinstance(request, ChatRequest) and request.thinking_token_budget is not None and tokens:
+            processors.append(ThinkingBudget(request.thinking_token_budget, begin, *tokens, thinks=thinks))
+        if processors:
             options["logits_processor"] = processors
         if request.constraints:
             encode = partial(self.tokenizer.encode, add_special_tokens=False)
@@ -240,19 +255,6 @@ class TextModel:
             if (draft := self._predictor) is not None:
                 options["assistant_model"] = draft
         return options
-
-    def _processors(self, request: Generate, ids: list[int], begin: int, ends: Sequence[int]) -> list[Any]:
-        """What holds an answer of the prompt `ids`, whose tokens `begin` counts: a form, and a budget of thoughts."""
-        processors = list[Any]()
-        thinking, thinks = self.thinking(request), self._thinks(request, ids)
-        marks = [] if thinking is None else [thinking.opening, thinking.closing]
-        tokens = [self.tokenizer.encode(mark, add_special_tokens=False) for mark in marks]
-        if (form := next(iter(request.forms), None) or self._form_of_calls(request)) is not None:
-            processors.append(self._grammar(form, ends))
-            processors[0].follows = tokens[1] if thinks else ()
-        if isinstance(request, ChatRequest) and request.thinking_token_budget is not None and tokens:
-            processors.append(ThinkingBudget(request.thinking_token_budget, begin, *tokens, thinks=thinks))
-        return processors
 
     @cached_property
     def _predictor(self) -> Draft | None:
@@ -270,15 +272,8 @@ class TextModel:
         """How the answer writes thoughts; None for models that write none, and for completions."""
         return thinking_of(self._template) if isinstance(request, ChatRequest) else None
 
-    def _thinks(self, request: Generate, ids: list[int]) -> bool:
-        """Whether the prompt has the opening of thoughts."""
-        if (form := self.thinking(request)) is None:
-            return False
-        return bool(self._marking(request).decode(ids[-_TAIL:]).rstrip().endswith(form.opening))
-
-    def _marking(self, request: Generate) -> Any:
+    def _marking(self, request: Generate, thinking: ThinkingForm | None) -> Any:
         """The tokenizer, which shows the marks of calls and thoughts also where they are special tokens."""
-        thinking = self.thinking(request)
         text = "".join(form.text for form in self.calls(request)) + (thinking.text if thinking else "")
         marks = {token: name for name, token in self._marks.items() if name in text}
         return MarkedTokenizer(self.tokenizer, marks) if marks else self.tokenizer
@@ -323,25 +318,14 @@ class TextModel:
 
 
 class _Row:
-    """One choice: turns a sequence's tokens into text; the first delta begins with the prompt of `echo`.
-
-    `before`: tokens that the text continues.
-    """
+    """One choice: turns a sequence's tokens into text, which continues the tokens `before`."""
 
     def __init__(
-        self,
-        tokenizer: Any,
-        prompt: PromptRequest,
-        row: int,
-        echo: tuple[str, Sequence[TokenScore]],
-        cut_before: Sequence[str],
-        before: Sequence[int],
+        self, tokenizer: Any, prompt: PromptRequest, row: int, cut_before: Sequence[str], before: Sequence[int]
     ) -> None:
-        request = prompt.request
-        self._tokenizer, self._row, self._echo = tokenizer, row, echo
+        request, self._row = prompt.request, row
         self._text, self._scorer = Detokenizer(tokenizer, cut_before, before), Scorer(tokenizer, before)
         self._drafted, self._top, self._chunk = request.return_drafted, request.top, prompt.chunk
-        self._is_empty = request.most_tokens == 0
         self._pending: list[tuple[Step, bool]] = []  # and whether the draft proposed it
 
     def deltas(self, delta: Delta) -> Iterator[TextDelta]:
@@ -349,10 +333,6 @@ class _Row:
 
         The last round's rest follows, in whatever size.
         """
-        if self._is_empty:  # the prompt has been read, and scored
-            if delta.finish is not None:
-                yield self._after_echo(TextDelta(self._row, "", 0, "length"))
-            return
         self._pending += [(step, place < delta.accepted) for place, step in enumerate(delta.steps)]
         size = self._chunk or len(self._pending)
         while len(self._pending) >= size or (self._pending and delta.finish is not None):
@@ -367,12 +347,8 @@ class _Row:
             spans.append((self._text.push(ids, last=finish is not None and place == len(runs)), drafted))
         scores = [self._scorer.score_of(step) for step, _ in group] if self._top is not None else []
         text, shown = "".join(text for text, _ in spans), [span for span in spans if span[0]] if self._drafted else []
-        reason = None if finish is None else openai_reason(finish)
-        return self._after_echo(TextDelta(self._row, text, len(group), reason, shown, scores))
-
-    def _after_echo(self, delta: TextDelta) -> TextDelta:
-        (text, scores), self._echo = self._echo, ("", ())
-        return replace(delta, text=text + delta.text, scores=[*scores, *delta.scores]) if text or scores else delta
+        reason = None if finish is None else "length" if finish in ("length", "time") else "stop"  # OpenAI's words
+        return TextDelta(self._row, text, len(group), reason, shown, scores)
 
 
 def _polled(job: Job, notify: Callable[[], object], *, stream: bool = True) -> Generator[list[Delta] | None]:
@@ -402,11 +378,6 @@ class Scorer:
         assert step.top is not None
         top = [(token, self._text.spell(token), _finite(value)) for token, value in zip(*step.top, strict=True)]
         return self.score(step.token, log_prob=_finite(step.log_prob), top=top)
-
-
-def openai_reason(finish: str) -> str:
-    """A finish reason in OpenAI's two words: "length" for a text that a limit of tokens or of time cut, else "stop"."""
-    return "length" if finish in ("length", "time") else "stop"
 
 
 def _finite(value: float | None) -> float:

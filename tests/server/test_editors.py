@@ -157,8 +157,8 @@ def test_scores_without_an_answer(stream: bool) -> None:
         longer = c.complete(**{**body, "max_tokens": 1, "n": 1})["choices"][0]["logprobs"]
         silent = c.complete(prompt="abc", max_tokens=0)
     choices = [event["choices"][0] for event in scored[:-1]] if stream else scored["choices"]
-    assert [choice["text"] for choice in choices] == [USER["content"]] * 2
-    assert choices[0]["finish_reason"] == "length"
+    assert [choice["text"] for choice in choices] == [USER["content"]] * 2 + [""] * (2 * stream)  # and two ends
+    assert choices[-1]["finish_reason"] == "length"
     assert choices[0]["logprobs"]["token_logprobs"] == longer["token_logprobs"][:-1]
     assert stream or scored["usage"]["completion_tokens"] == 0
     assert (silent["choices"][0]["text"], silent["usage"]["completion_tokens"]) == ("", 0)

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 from specdec.server import messages, protocol
 from specdec.server.errors import ApiError, invalid
 from specdec.server.items import ResponsesRequest
-from specdec.server.messages import REFUSED_OF_MESSAGES, Sent
+from specdec.server.messages import Sent
 from specdec.server.protocol import (
     HINTS,
     REFUSED,
@@ -89,7 +89,7 @@ def body_with(path: Path, models: list[type[BaseModel]], value: Any) -> dict[str
 def fields(*models: type[BaseModel]) -> set[str]:
     """All names that a client may write."""
     names = {str(part) for model in models for path, _ in paths(model) for part in path}
-    return names | {*REFUSED, *REFUSED_OF_MESSAGES, *HINTS}
+    return names | {*REFUSED, *HINTS}
 
 
 def check(error: ApiError, body: Any, names: set[str]) -> None:
@@ -140,7 +140,7 @@ SAID: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": "a" * 600}, "prompt", "this model's context is 512 tokens"),
     ({"n": 2, "penalty_alpha": 0.6, "top_k": 4}, "n", "`n` above 1 needs a `temperature` above 0 or `num_beams`"),
     ({"min_tokens": 9, "max_tokens": 5}, "min_tokens", "`min_tokens`=9 is more than `max_tokens`=5"),
-    ({"min_tokens": 17}, "min_tokens", "`min_tokens`=17 is more than 16, which is the most without `max_tokens`"),
+    ({"min_tokens": 17}, "min_tokens", "`min_tokens`=17 is more than `max_tokens`=16"),
     ({"structured_outputs": {"regex": "("}}, "structured_outputs", "`structured_outputs.regex`"),
     ({"structured_outputs": {"choice": ["a"]}, "guided_regex": "a"}, "guided_regex", "`structured_outputs.choice`"),
     ({"guided_choice": ["a"], "min_tokens": 5, "temperature": 0}, None, "no token is left to choose"),
@@ -292,7 +292,7 @@ def test_null_means_absent() -> None:
     A message as openai's client hands it out goes back: its empty fields, `annotations` for one, were a 400.
     """
     nothing = {"include_usage": None, "continuous_usage_stats": None, "include_obfuscation": None}
-    message = {**dict.fromkeys(("name", "annotations", *REFUSED_OF_MESSAGES)), **MESSAGES[0]}
+    message = {**dict.fromkeys(("name", "annotations", "audio", "function_call", "refusal")), **MESSAGES[0]}
     answer = {**message, "role": "assistant", "annotations": []}
     schema = {"type": "object", "properties": {"a": {"enum": [None]}}, "required": ["a"], "additionalProperties": False}
     json_schema = {"name": "a", "description": None, "strict": None, "schema": schema}

@@ -336,5 +336,5 @@ async def test_a_recording_nobody_waits_for() -> None:
     leave.set()
     await work
     await idle(hearing())
-    assert application.state.server.hosts["speech"].load.running == 0
+    assert application.state.server.hosts["speech"].load["running"] == 0
     application.state.server.ends.close()

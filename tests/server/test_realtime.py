@@ -112,17 +112,6 @@ def test_words_that_two_passes_heard() -> None:
     assert [item.delta(Heard("", text)) for text in ("印刷", "印刷術の")] == ["", "印刷"]
 
 
-def test_the_earlier_names(model: Any) -> None:
-    """Of a session before OpenAI's general release, at 24 kHz."""
-    with talking(model) as session:
-        settings = {"input_audio_format": "pcm16", "input_audio_transcription": {"language": "en", "prompt": "ae"}}
-        session.send({"type": "transcription_session.update", "session": {**settings, "turn_detection": None}})
-        heard = session.until("transcription_session.updated")[-1]["session"]["audio"]["input"]
-        assert (heard["format"]["rate"], heard["transcription"]["prompt"]) == (24_000, "ae")
-        session.send(append(np.repeat(SOUND[:RATE], 2)[:24_000]), COMMIT)
-        assert session.until(HEARD + "completed")[-1]["usage"]["seconds"] == 1
-
-
 def test_sound_that_is_cleared(model: Any) -> None:
     """It is not heard, and what comes then is."""
     with talking(model) as session:
@@ -146,17 +135,17 @@ ERRORS: list[tuple[dict[str, Any], str, str | None]] = [
         "audio.input.format.rate",
     ),
     (
-        {"type": "session.update", "session": {"turn_detection": {"type": "server_vad"}}},
+        {"type": "session.update", "session": {"audio": {"input": {"turn_detection": {"type": "server_vad"}}}}},
         "this server finds no turns and no noise: pass null",
         "audio.input.turn_detection",
     ),
     (
-        {"type": "session.update", "session": {"input_audio_format": "g711_ulaw"}},
+        {"type": "session.update", "session": {"audio": {"input": {"format": {"type": "g711_ulaw"}}}}},
         "must be 'audio/pcm', got \"g711_ulaw\"",
         "audio.input.format.type",
     ),
     (
-        {"type": "session.update", "session": {"input_audio_transcription": {"model": "whisper-1"}}},
+        {"type": "session.update", "session": {"audio": {"input": {"transcription": {"model": "whisper-1"}}}}},
         "there is no model 'whisper-1' here; models for speech are 'speech'",
         "model",
     ),

@@ -14,7 +14,7 @@ from tests.generator.test_tokenizers import KINDS, kinds
 
 def answered(tokenizer: Any, ids: list[int], kind: Any, **request: Any) -> Any:
     """The log-probabilities of an answer with these ids, each with itself, an end token and 5 as the likeliest."""
-    answer, scorer = Answer(kind(**request), "model", 1), Scorer(tokenizer)
+    answer, scorer = Answer(kind(**request), "model"), Scorer(tokenizer)
     for token in ids:
         likeliest = TopTokens([token, tokenizer.eos_token_id, 5], [-0.5, -1.0, -2.0])
         scores = [scorer.score_of(Step(token, log_prob=-0.5, top=likeliest))]
@@ -54,7 +54,7 @@ def test_offsets_index_into_the_answer(kind: str) -> None:
 def test_tokens_of_one_text_have_keys_of_their_own() -> None:
     """The less likely one has its number. (It replaced the likelier one.)"""
     tokenizer, scorer = kinds()["prefix"], Scorer(kinds()["prefix"])
-    answer = Answer(CompletionRequest(model="model", prompt="?", logprobs=3), "model", 1)
+    answer = Answer(CompletionRequest(model="model", prompt="?", logprobs=3), "model")
     word, also = tokenizer.convert_tokens_to_ids(["a", "\u2581a"])
     scores = [scorer.score_of(Step(word, log_prob=-0.5, top=TopTokens([also, word], [-0.25, -0.5])))]
     answer.take(0, TextDelta(0, "a", 1, "stop", scores=scores))

@@ -118,7 +118,7 @@ def test_thoughts_before_a_call(size: int) -> None:
     """gpt-oss writes both in channels, of which `content` has neither name nor mark."""
     tool = {"type": "function", "function": {"name": "time"}}
     chat = ChatRequest.model_validate({"messages": [USER], "tools": [tool], "stream": True})
-    answer = Answer(chat, "m", 1, calls=forms_of("tools <|channel|>", "m"), thinking=thinking_of("<|channel|>"))
+    answer = Answer(chat, "m", calls=forms_of("tools <|channel|>", "m"), thinking=thinking_of("<|channel|>"))
     answer.take(0, Started(1))
     text = HARMONY.replace("final", "commentary") + (
         "<|end|><|start|>assistant<|channel|>commentary to=functions.time <|constrain|>json<|message|>{}"

@@ -90,9 +90,7 @@ async def translations(
 def _transcribe(request: Request, fields: Translation) -> AsyncGenerator[str | Transcription, None]:
     """The text window by window, then the `Transcription`; the file is read once the request has its turn."""
     state, began = state_of(request), time.monotonic()
-    host, metrics = state.host(fields.model, "speech"), state.metrics
-    model = host.model
-    assert isinstance(model, SpeechModel)
+    (host, model), metrics = state.host(fields.model, SpeechModel), state.metrics
 
     def decode(cancel: Cancel) -> Generator[str | Transcription]:
         metrics.queued.labels(model.name).observe(time.monotonic() - began)
@@ -107,8 +105,11 @@ def _transcribe(request: Request, fields: Translation) -> AsyncGenerator[str | T
                     metrics.count(model.name, item.stats)
                 yield item
 
+    def size(item: str | Transcription) -> int:
+        return len(item.encode()) if isinstance(item, str) else 0  # the recording bounds the whole
+
     turn = partial(host.turns.turn, client_of(request))
-    return side_by_side(turn, [partial(in_threads, host.pool, decode)], state.settings.limits.unread_bytes, _size)
+    return side_by_side(turn, [partial(in_threads, host.pool, decode)], state.settings.limits.unread_bytes, size)
 
 
 async def _whole(transcribing: AsyncGenerator[str | Transcription, None]) -> Transcription:
@@ -133,11 +134,6 @@ async def _events(transcribing: AsyncGenerator[str | Transcription, None]) -> As
                 sent += new
                 if new:
                     yield event({"type": "transcript.text.delta", "delta": new})
-
-
-def _size(item: str | Transcription) -> int:
-    """The bytes of new text; 0 for the whole, which the recording bounds."""
-    return len(item.encode()) if isinstance(item, str) else 0
 
 
 def _usage(transcription: Transcription) -> dict[str, Any]:
@@ -167,7 +163,7 @@ async def _answer(request: Request, fields: Translation, *, segments: bool) -> R
             for word, start, end in spans
         ]
     if segments:  # between timestamps; OpenAI's scores of segments are null
-        tokenizer = state_of(request).host(fields.model, "speech").model.generator.tokenizer
+        tokenizer = state_of(request).host(fields.model, SpeechModel)[1].generator.tokenizer
         unknown = dict.fromkeys(("avg_logprob", "compression_ratio", "no_speech_prob", "temperature"))
         body["segments"] = [
             {

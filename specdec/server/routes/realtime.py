@@ -16,7 +16,6 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, WebSocket, WebSocketDisconnect
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
-from starlette.responses import JSONResponse
 
 from specdec.pipelines import Transcription
 from specdec.pipelines.speech.audio import Resampler
@@ -34,11 +33,6 @@ router = APIRouter()
 _BEHIND = 30.0  # seconds of sound that may wait; then the client has to
 _WORD = re.compile(r"\s*(?:[\u0e00-\u0eff\u3040-\u9fff]|[^\s\u0e00-\u0eff\u3040-\u9fff]+)")  # letters, without spaces
 _HEARD = "conversation.item.input_audio_transcription."
-# Names of the session before OpenAI's general release -> names in `audio.input`.
-_EARLIER = {
-    **{"input_audio_format": "format", "input_audio_transcription": "transcription"},
-    **{"turn_detection": "turn_detection", "input_audio_noise_reduction": "noise_reduction"},
-}
 
 
 def _null(value: Any) -> None:
@@ -85,11 +79,7 @@ class TranscriptionSession(_Part):
         """With other values for some fields; raises a 400 for wrong ones."""
         if not isinstance(changes, Mapping):
             raise ApiError(400, "`session` must be an object: pass the fields to change", param="session")
-        earlier = {_EARLIER[name]: value for name, value in changes.items() if name in _EARLIER}
-        if isinstance(kind := earlier.get("format"), str):
-            earlier["format"] = {"type": "audio/pcm" if kind == "pcm16" else kind}
-        new = {name: value for name, value in changes.items() if name not in _EARLIER}
-        whole = _merged(_merged(self.model_dump(), new), {"audio": {"input": earlier}} if earlier else {})
+        whole = _merged(self.model_dump(), changes)
         try:
             return TranscriptionSession.model_validate(whole)
         except ValidationError as error:
@@ -154,9 +144,7 @@ async def realtime(socket: WebSocket) -> None:
         except Exception as error:
             fault = reported(error)
             socket.scope[ERROR] = fault.code
-            return await socket.send_denial_response(
-                JSONResponse(fault.body, fault.status_code, dict(fault.headers or {}))
-            )
+            return await socket.send_denial_response(fault.response)
         await socket.accept(subprotocol="realtime" if "realtime" in socket.scope["subprotocols"] else None)
         await session.run()
 
@@ -171,7 +159,6 @@ class _Session:
         self._wakes, self._rests, self._cancel = asyncio.Event(), asyncio.Event(), Cancel()
         self._handlers = {
             "session.update": self._update,
-            "transcription_session.update": self._update,
             "input_audio_buffer.append": self._append,
             "input_audio_buffer.commit": self._commit,
             "input_audio_buffer.clear": self._clear,
@@ -182,9 +169,7 @@ class _Session:
 
     def _choose(self, name: str | None) -> None:
         """Takes this model for what comes next; raises a 404 or 400 where there is none."""
-        host = self._state.host(name, "speech")
-        assert isinstance(host.model, SpeechModel)
-        self._host, self._model = host, host.model
+        self._host, self._model = self._state.host(name, SpeechModel)
 
     async def run(self) -> None:
         """Ends, with all work, when the client leaves."""
@@ -224,7 +209,7 @@ class _Session:
         if (model := settings.audio.input.transcription.model) is not None:
             self._choose(model)
         self._settings = settings
-        await self._send(event["type"] + "d", session=settings.model_dump())
+        await self._send("session.updated", session=settings.model_dump())
 
     async def _append(self, event: Mapping[str, Any]) -> None:
         try:
@@ -265,14 +250,12 @@ class _Session:
         await self._send("input_audio_buffer.committed", item_id=item.id, previous_item_id=before)
 
     async def _clear(self, event: Mapping[str, Any]) -> None:
-        if self._current is not None:
-            self._drop(self._current)
+        self._drop(self._current)
         await self._send("input_audio_buffer.cleared")
 
-    def _drop(self, item: _Item) -> None:
-        self._items.remove(item)
-        if item is self._current:
-            self._current = None
+    def _drop(self, item: _Item | None) -> None:
+        self._items = [one for one in self._items if one is not item]
+        self._current = None if item is self._current else self._current
 
     async def _work(self) -> None:
         """Decodes the first item until its end, then the next, whenever there is enough of it."""

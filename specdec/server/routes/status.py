@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,8 +12,6 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.responses import JSONResponse, Response
 
 from specdec import __version__
-from specdec.core.drafts import Draft
-from specdec.proposers import HybridDraft
 from specdec.server.errors import ApiError
 from specdec.server.guards import GuardedRoute, PublicRoute
 from specdec.server.models import Host
@@ -93,7 +89,7 @@ async def model(request: Request, name: str) -> dict[str, Any]:
 @router.get("/v1/load")
 async def load(request: Request) -> dict[str, Any]:
     """How full the models are, for the page's plots."""
-    return {name: asdict(host.load) for name, host in state_of(request).hosts.items()}
+    return {name: host.load for name, host in state_of(request).hosts.items()}
 
 
 @router.post("/tokenize")
@@ -145,24 +141,14 @@ async def page(request: Request) -> Response:
 
 
 async def _in_helper(request: Request, name: str | None, function: Callable[[TextModel], T]) -> T:
-    """The result of a short function of a model, computed in one of its helper threads; clients take turns."""
-    host = state_of(request).host(name, "text")
-    assert isinstance(host.model, TextModel)
-    short = partial(function, host.model)
+    """The result of a short function of a model, computed in a thread beside those that decode; clients take turns."""
+    host, model = state_of(request).host(name, TextModel)
 
     async def turn() -> T:
         async with host.light.turn(client_of(request)):
-            return await asyncio.get_running_loop().run_in_executor(host.helpers, short)
+            return await asyncio.to_thread(function, model)
 
     return await watched(request, turn())
-
-
-def _word(draft: Draft) -> str:
-    """What a draft is called by users: suffix, ngram, model, head, … or two of them."""
-    if isinstance(draft, HybridDraft):
-        return f"{_word(draft.text)}+{_word(draft.model)}"
-    inner: Draft | None = getattr(draft, "inner", None)  # behind another vocabulary, or without pictures
-    return str(getattr(draft, "source", type(draft).__name__)) if inner is None else _word(inner)
 
 
 def _card(host: Host, state: State) -> dict[str, Any]:
@@ -178,7 +164,7 @@ def _card(host: Host, state: State) -> dict[str, Any]:
             "chat": model.chats,
             "drafts": generator.draft is not None,
             "details": state.settings.details,
-            "draft": None if generator.draft is None else _word(generator.draft),
+            "draft": None if generator.draft is None else generator.draft.kind,
             "exactness": generator.target.exactness,
             "backend": generator.target.backend,
         },

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, closing
 from functools import partial
 from typing import Any
@@ -37,7 +38,7 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
     if len(body.prompts) > limits.prompts:
         raise above_limit(f"`prompt` may be {limits.prompts} texts", "prompt")
     check_length(max(map(len, body.prompts)) + len(body.suffix or ""), "prompt", limits)
-    return await _answer(request, body, body.prompts)
+    return await _answer(request, body)
 
 
 @router.post("/infill")
@@ -47,7 +48,7 @@ async def infill(request: Request, body: InfillRequest) -> dict[str, Any]:
     before, after, files = body.gap
     check_length(len(before) + len(after) + sum(len(text) for _, text in files), "prompt", limits)
     check_limits(body, limits)
-    answer = await watched(request, TextRequest(request, body, body.prompts).whole())
+    answer = await watched(request, TextRequest(request, body).whole())
     choice, usage = answer["choices"][0], answer["usage"]
     return {
         "content": choice["text"],
@@ -66,7 +67,7 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
     limits = state_of(request).settings.limits
     check_messages(body.messages, limits)
     check_length(len(json.dumps([tool.plain for tool in body.offered])), "tools", limits)
-    return await _answer(request, body, [None])
+    return await _answer(request, body)
 
 
 @router.post("/v1/responses")
@@ -77,38 +78,35 @@ async def responses(request: Request, body: ResponsesRequest) -> Response:
     return await chat_completions(request, whole)
 
 
-async def _answer(request: Request, body: Generate, prompts: Sequence[str | list[int] | None]) -> Response:
+async def _answer(request: Request, body: Generate) -> Response:
     state = state_of(request)
     check_limits(body, state.settings.limits)
     if not state.settings.details and (body.return_metrics or body.return_drafted):
         message = "`return_metrics` and `return_drafted` are not answered by this server: leave them out"
         raise ApiError(400, message, param="return_metrics" if body.return_metrics else "return_drafted")
-    text_request = TextRequest(request, body, prompts)
+    text_request = TextRequest(request, body)
     if not body.stream:
         return JSONResponse(await watched(request, text_request.whole()))
     return await EventStream.begin(request, text_request.events())
 
 
 class TextRequest:
-    """A request for text; `prompts` has one entry per prompt, None for a conversation."""
+    """A request for text."""
 
-    def __init__(self, request: Request, body: Generate, prompts: Sequence[str | list[int] | None]) -> None:
-        state, client = state_of(request), client_of(request)
-        self._host = state.host(body.model, "text")
-        model, self._body, self._limits = self._host.model, body, state.settings.limits
-        assert isinstance(model, TextModel)
-        self._model = model
-        self._metrics, self._began = state.metrics, time.monotonic()
+    def __init__(self, request: Request, body: Generate) -> None:
+        state, client, self._began = state_of(request), client_of(request), time.monotonic()
+        (self._host, self._model), self._metrics = state.host(body.model, TextModel), state.metrics
+        model, self._body, self._limits = self._model, body, state.settings.limits
         self._turn = partial(self._host.turns.turn, client)
-        chunk = state.settings.stream_chunk if body.stream else None
-        self._prompts = [PromptRequest(body, content, client, chunk, self._limits.new_tokens) for content in prompts]
+        chunk, most = state.settings.stream_chunk if body.stream else None, self._limits.new_tokens
+        self._prompts = [PromptRequest(body, content, client, chunk, most) for content in body.prompts]
         how: dict[str, Any] = {"calls": model.calls(body), "thinking": model.thinking(body)}
         how["details"] = state.settings.details
         if isinstance(body, ResponsesRequest):
             keep = partial(state.conversations.keep, client, body)
             self._answer: Answer = ResponseAnswer(body, model.name, done=keep, **how)
         else:
-            self._answer = Answer(body, model.name, len(prompts), **how)
+            self._answer = Answer(body, model.name, **how)
 
     async def whole(self) -> dict[str, Any]:
         async with aclosing(self.events()) as events:
@@ -133,7 +131,7 @@ class TextRequest:
 
         A thread prepares the request; from then on, the engine's thread tells the event loop what is new.
         """
-        observed = _Observed(self._host, self._metrics, self._began, streamed=self._body.stream)
+        observe = _observer(self._host, self._metrics, self._began, streamed=self._body.stream)
         news, loop = asyncio.Event(), asyncio.get_running_loop()
         with closing(self._model.run(prompt, partial(loop.call_soon_threadsafe, news.set))) as updates:
             update = await step(self._host.pool, updates, Cancel())
@@ -143,7 +141,7 @@ class TextRequest:
                     news.clear()
                 else:
                     self._answer.take(at, update)
-                    observed.update(update)
+                    observe(update)
                     if isinstance(update, Started):
                         put(b"")
                     elif isinstance(update, Stats) or not self._body.stream:
@@ -153,32 +151,33 @@ class TextRequest:
                 update = next(updates, END)
 
 
-class _Observed:
-    """Metrics of one prompt that has its turn; times between tokens only where its text is `streamed`."""
+def _observer(
+    host: Host, metrics: Metrics, began: float, *, streamed: bool
+) -> Callable[[Started | TextDelta | Stats], None]:
+    """Counts updates of one prompt that has its turn; times between tokens only where its text is `streamed`."""
+    model, last = host.model.name, math.inf
+    new_tokens, first_token, between = (
+        metric.labels(model) for metric in (metrics.new_tokens, metrics.first_token, metrics.between)
+    )
+    metrics.queued.labels(model).observe(time.monotonic() - began)
 
-    def __init__(self, host: Host, metrics: Metrics, began: float, *, streamed: bool) -> None:
-        self._host, self._metrics, self._model = host, metrics, host.model.name
-        self._began, self._streamed = began, streamed
-        self._new_tokens = metrics.new_tokens.labels(self._model)
-        self._first_token = metrics.first_token.labels(self._model)
-        self._between = metrics.between.labels(self._model)
-        self._last: float | None = None
-        metrics.queued.labels(self._model).observe(time.monotonic() - began)
-
-    def update(self, update: Started | TextDelta | Stats) -> None:
+    def observe(update: Started | TextDelta | Stats) -> None:
+        nonlocal last
         now = time.monotonic()
         if isinstance(update, Started):
-            self._metrics.prompt_tokens.labels(self._model).inc(update.prompt_tokens)
+            metrics.prompt_tokens.labels(model).inc(update.prompt_tokens)
         elif isinstance(update, Stats):
-            self._metrics.count(self._model, update)
-            self._metrics.cached_tokens.labels(self._model).inc(cached_tokens(update))
-            self._metrics.whole.labels(self._model).observe(now - self._began)
+            metrics.count(model, update)
+            metrics.cached_tokens.labels(model).inc(cached_tokens(update))
+            metrics.whole.labels(model).observe(now - began)
         else:
-            self._host.note_token()
-            self._new_tokens.inc(update.tokens)
-            if self._streamed and self._last is None:
-                self._first_token.observe(now - self._began)
-            elif self._streamed and self._last is not None:
+            host.note_token()
+            new_tokens.inc(update.tokens)
+            if streamed and last == math.inf:
+                first_token.observe(now - began)
+            elif streamed:
                 for _ in range(update.tokens):
-                    self._between.observe((now - self._last) / update.tokens)
-            self._last = now
+                    between.observe((now - last) / update.tokens)
+            last = now
+
+    return observe
