@@ -20,7 +20,7 @@ from measure import Watch, read_prompts, table
 
 from specdec import SpecGenerator
 from specdec.batch import BatchSpec, Source, run_batch
-from specdec.batch.worker import load_worker
+from specdec.batch.run import load_worker
 from specdec.options import bundled_models
 
 

@@ -2,11 +2,10 @@
 
 | file | contents |
 | --- | --- |
-| `run.py` | a run from file to file: many rows at a time, answers in order, progress |
+| `run.py` | a run from file to file: many rows at a time, answers in order, progress; a task's models |
 | `rows.py` | rows of JSON lines, Parquet and text |
 | `journal.py` | unfinished output, from which a killed run resumes |
 | `tasks.py`, `openai_files.py` | tasks, and a row's answer; OpenAI's batch files |
-| `worker.py` | a task's models, and a row's line of output |
 
 pyarrow is imported on first use.
 """

@@ -3,13 +3,11 @@
 | file | content |
 | --- | --- |
 | `suite.py`, `parts.py` | the matrix: targets, drafts, modes, strategies, temperatures, schedules, prompts, batches |
-| `imports.py` | modules of the caller, which register drafts |
 | `prompts.py`, `texts.jsonl` | the package's prompt sets, and files in the formats of Spec-Bench, HumanEval and GSM8K |
 | `runner.py` | measures plain and assisted decoding in turn; resumes a killed run |
-| `systems.py` | generators by target and draft, and one measured call |
+| `systems.py` | generators by target and draft, one measured call, and both sides of `specdec demo` |
 | `samples.py` | `samples.jsonl`, and differences from plain decoding's texts |
 | `figures.py`, `results.py` | intervals and percentiles; `results.json` and the summary |
-| `duel.py` | plain and assisted decoding of one prompt, timed in turn |
 | `tuner.py` | drafts and weights tried within a number of seconds, for `specdec doctor` |
 | `machine.py` | machine, versions, contention, peak memory |
 """

@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 
-from specdec.bench.imports import digests, line_of
 from specdec.bench.machine import Watch, provenance
 from specdec.bench.prompts import PromptText, batches, pick_prompts
 from specdec.bench.samples import Difference, Key, Mismatch, Run, Sample, Store, differences, fingerprint
-from specdec.bench.suite import PLAIN, Cell, Group, Suite
+from specdec.bench.suite import PLAIN, Cell, Group, Suite, digests, line_of
 from specdec.bench.systems import Systems, measure
 from specdec.errors import OptionError, SpecdecError
 from specdec.generator.generation import Generation

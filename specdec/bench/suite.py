@@ -1,4 +1,4 @@
-"""The matrix of a benchmark: targets, drafts, modes, strategies, schedules, prompts and batches.
+"""The matrix of a benchmark: targets, drafts, modes, strategies, schedules, prompts and batches; modules of the caller.
 
 A *group* is one target, mode, strategy, prompt set and batch size; a *cell* of it is a draft with a schedule. Plain
 decoding and the cells of a group are measured in turn.
@@ -6,16 +6,22 @@ decoding and the cells of a group are measured in turn.
 
 from __future__ import annotations
 
+import hashlib
+import os
 import re
-from collections.abc import Iterator, Mapping
+import sys
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 
-from specdec.bench.imports import import_modules
 from specdec.bench.parts import Count, Drafting, Mode, PromptSet, SuitePart, Target, as_list
+from specdec.core.draft_schedules import SCHEDULES
+from specdec.decoding import strategies
 from specdec.errors import OptionError
 from specdec.options.drafts import DraftName, read_draft
 from specdec.options.fields import COPYING, SAMPLING
@@ -208,3 +214,43 @@ def read_suite(config: Mapping[str, Any]) -> Suite:
         if twice := [label for label in labels if labels.count(label) > 1]:
             raise OptionError(f"{twice[0]!r} is in the benchmark twice: leave one out, or give the modes a `name`")
     return suite
+
+
+def import_modules(names: Sequence[str]) -> None:
+    """Imports modules, also from the working folder; raises OptionError for a module that cannot be imported."""
+    if names and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    for name in names:
+        if name.endswith(".py") or "/" in name:
+            raise OptionError.of("imports", "the name of a module", name, f"pass {Path(name).stem!r}, without its path")
+        try:
+            import_module(name)
+        except Exception as error:
+            is_absent = isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}.")
+            failure = f"its own code failed at {line_of(error)}"
+            advice = "run the command in its folder, or install it" if is_absent else failure
+            raise OptionError(
+                f"`imports` (--import): module {name!r} cannot be imported ({type(error).__name__}: {error}): {advice}"
+            ) from error
+
+
+def line_of(error: BaseException) -> str:
+    """The file and line where an error was raised, or of the syntax that cannot be read."""
+    if isinstance(error, SyntaxError):
+        return f"{error.filename}:{error.lineno}"
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{frame.filename}:{frame.lineno}"
+
+
+def digests(names: Sequence[str]) -> dict[str, str]:
+    """Digests of the code of imported modules, and of modules that define drafts, schedules or strategies, by name.
+
+    A module in a package has the digest of what is imported of its package. Other code makes other samples.
+    """
+    kinds = [*DRAFTS.values(), *SCHEDULES.values(), *strategies.STRATEGIES] if names else []
+    roots = {name.partition(".")[0] for name in [*names, *(kind.__module__ for kind in kinds)]} - {"specdec"}
+    hashes = {root: hashlib.sha256() for root in sorted(roots)}
+    for name in sorted(name for name in sys.modules if name.partition(".")[0] in hashes):
+        if (file := getattr(sys.modules[name], "__file__", None)) is not None:
+            hashes[name.partition(".")[0]].update(Path(file).read_bytes())
+    return {root: digest.hexdigest() for root, digest in hashes.items()}

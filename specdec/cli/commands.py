@@ -1,4 +1,4 @@
-"""The `specdec` command: its entry point, `generate`, errors and exit codes."""
+"""The `specdec` command: its entry point, `generate`, `pack`, errors and exit codes."""
 
 from __future__ import annotations
 
@@ -12,16 +12,23 @@ from typing import Any
 
 import typer
 from rich.console import Console
-from typer import Option
+from typer import Argument, Option
 
 from specdec.cli import chat as chat_
 from specdec.cli import flags
 from specdec.cli.batch import batch
 from specdec.cli.bench import bench
 from specdec.cli.doctor import doctor
-from specdec.cli.pack import pack_
 from specdec.cli.pair import demo, zoo
-from specdec.cli.request import load_with_spinner, read_prediction, read_prompt, read_request, with_images
+from specdec.cli.request import (
+    are_here,
+    load_with_spinner,
+    passed,
+    read_prediction,
+    read_prompt,
+    read_request,
+    with_images,
+)
 from specdec.cli.serve import serve
 from specdec.cli.show import Printer, print_text, report, show_stats
 from specdec.cli.summarize import summarize
@@ -36,6 +43,7 @@ from specdec.cli.terminal import (
     abandon_stdout,
     fail,
     in_flags,
+    loading,
     notes,
     remark,
     say,
@@ -193,6 +201,22 @@ def generate(
     is_silent = not any(each.strip() for each in texts)  # many chat models are, without their template
     if is_silent and not chat and getattr(generator.tokenizer, "chat_template", None):
         remark("hint: the text is empty: to apply this model's chat template to the prompt, pass --chat")
+    return OK
+
+
+@flags.takes("dtype quantization gguf_file trust_remote_code quiet")
+def pack_(
+    ctx: typer.Context,
+    target: str = flags.target("Hub id, folder, GGUF file, or zoo:NAME (specdec zoo lists them).", ...),
+    out: Path = Argument(..., metavar="OUT", help="New folder for the packed model."),
+) -> int:
+    """Write TARGET into a folder that loads in seconds. Its weights in few bits are not rounded again."""
+    with loading(f"packing {target}", downloads=not are_here(target, None)):
+        from specdec.generator.pack import pack_model
+
+        pack_model(target, out, **passed(ctx.params))
+    size = sum(file.stat().st_size for file in out.iterdir())
+    remark(f"{out} has {size / 1e9:.1f} GB: use it as TARGET or --draft")
     return OK
 
 

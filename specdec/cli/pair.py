@@ -16,7 +16,7 @@ from specdec.cli.terminal import MISMATCH, OK, fail, is_quiet, loading, remark
 from specdec.options import bundled_models
 
 if TYPE_CHECKING:
-    from specdec.bench.duel import Duel
+    from specdec.bench.systems import Duel
 
 _WIDTH = 40  # characters of the longest bar
 _PROMPTS = 12
@@ -39,9 +39,9 @@ def demo(
     pair = bundled_models.pair()
     out = Console()
     with loading(f"loading zoo:{pair.name}"):
-        from specdec.bench.duel import duel
         from specdec.bench.machine import Watch
         from specdec.bench.prompts import pick_prompts
+        from specdec.bench.systems import duel
         from specdec.generator.generator import SpecGenerator
 
         watch = Watch()

@@ -14,8 +14,7 @@ from specdec import EngineError, SpecGenerator
 from specdec.batch import BatchSpec, Source
 from specdec.batch import run_batch as run_batch
 from specdec.batch.rows import InputRow
-from specdec.batch.run import _misplaced, failure_of
-from specdec.batch.worker import Worker
+from specdec.batch.run import Worker, _misplaced, failure_of
 from specdec.cli.commands import run_command
 from specdec.decoding.noise import fold
 from specdec.options import bundled_models

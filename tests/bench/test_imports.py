@@ -10,10 +10,9 @@ import pytest
 
 from specdec import DraftError, OptionError, SpecGenerator
 from specdec.bench import exit_state, read_suite
-from specdec.bench.imports import digests, import_modules
 from specdec.bench.parts import Drafting, Mode
 from specdec.bench.runner import in_words
-from specdec.bench.suite import Cell
+from specdec.bench.suite import Cell, digests, import_modules
 from specdec.bench.systems import Systems
 from specdec.core.drafts import Draft
 from specdec.proposers import DRAFTS, FunctionDraft

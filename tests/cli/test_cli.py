@@ -23,10 +23,10 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specdec import Loading, SpecGenerator
-from specdec.bench.duel import duel
 from specdec.bench.machine import Watch
 from specdec.bench.prompts import PromptText
 from specdec.bench.samples import Difference
+from specdec.bench.systems import duel
 from specdec.cli import commands
 from specdec.cli.pair import LOOKS, comparison
 from specdec.cli.request import read_request
@@ -711,7 +711,7 @@ def test_a_demo_on_a_busy_machine(when: str, monkeypatch: pytest.MonkeyPatch, ca
         early.append(capsys.readouterr().err)
         return duel(*given, **options)
 
-    monkeypatch.setattr("specdec.bench.duel.duel", measured)
+    monkeypatch.setattr("specdec.bench.systems.duel", measured)
     late = called("demo", "--max-new-tokens", "6").err
     parts = [*early, late]
     assert [part.count("\n") for part in parts] == ([1, 0] if when == "before" else [0, 1])
@@ -721,7 +721,7 @@ def test_a_demo_on_a_busy_machine(when: str, monkeypatch: pytest.MonkeyPatch, ca
 
 @pytest.mark.usefixtures("pair")
 def test_a_demo_that_differs_is_a_mismatch(monkeypatch: pytest.MonkeyPatch, called: Any) -> None:
-    monkeypatch.setattr("specdec.bench.duel.differences", lambda plain, assisted: iter([Difference(0, 4, 70, None)]))
+    monkeypatch.setattr("specdec.bench.systems.differences", lambda plain, assisted: iter([Difference(0, 4, 70, None)]))
     monkeypatch.setattr("specdec.bench.machine.Watch.busy", False)
     out, err = called("demo", "--max-new-tokens", "6", code=3)
     assert "identical: no" in out
