@@ -27,7 +27,7 @@ def results(store: Store) -> Results:
     suite = store.suite
     groups = [_group(store, group) for group in suite.groups()]
     spins = [sample.spin for sample in store.samples.values()]
-    load = max(run.provenance["load"] for run in store.runs)
+    load = max(run["load"] for run in store.runs)
     content: Results = {
         "name": suite.name,
         "fingerprint": store.fingerprint,
@@ -37,7 +37,7 @@ def results(store: Store) -> Results:
             {"group": group, "system": system, "error": why} for (group, system), why in store.failures.items()
         ],
         "contention": Watch(spins, load).verdict() if spins else "nothing was measured",
-        "runs": [run.provenance for run in store.runs],
+        "runs": store.runs,
         "suite": suite.model_dump(mode="json", exclude_none=True),
     }
     return {**content, "summary": summary(content)}
@@ -81,12 +81,14 @@ def _system(store: Store, group: Group, cell: Cell | None, plain: list[Sample]) 
     tokens, stats = sum(s.count for s in samples), _total(samples)
     faster = speedup(plain, samples) if cell is not None else None
     memory = [s.memory for s in samples if s.memory is not None]
+    copies, plus, _ = stats.settings.get("draft_kind", "").partition("+")
     ratios = {
         name: speedup(*([s for s in side if s.category == name] for side in (plain, samples)))
         for name in dict.fromkeys(s.category for s in samples)
     }
     return {
-        "name": _system_name(cell, stats),
+        # A large model copies besides.
+        "name": f"{copies}+{cell.label}" if cell is not None and plus and cell.name.word is None else name_of(cell),
         "draft": None if cell is None else cell.draft,
         "schedule": None if cell is None else cell.drafting.options,
         "requests": len(requests(samples)),
@@ -113,12 +115,6 @@ def _system(store: Store, group: Group, cell: Cell | None, plain: list[Sample]) 
         "draft_backend": stats.settings.get("draft_backend"),
         **_sameness(store, group, samples),
     }
-
-
-def _system_name(cell: Cell | None, stats: Stats) -> str:
-    """The label of a cell, after the word of a draft that a large model copies with besides."""
-    copies, plus, _ = stats.settings.get("draft_kind", "").partition("+")
-    return f"{copies}+{cell.label}" if cell is not None and plus and cell.name.word is None else name_of(cell)
 
 
 def backends(system: Results) -> str:

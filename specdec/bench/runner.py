@@ -13,7 +13,7 @@ import torch
 
 from specdec.bench.machine import Watch, provenance
 from specdec.bench.prompts import PromptText, batches, pick_prompts
-from specdec.bench.samples import Difference, Key, Mismatch, Run, Sample, Store, differences, fingerprint
+from specdec.bench.samples import Difference, Key, Mismatch, Sample, Store, differences, fingerprint
 from specdec.bench.suite import PLAIN, Cell, Group, Suite, digests, line_of
 from specdec.bench.systems import Systems, measure
 from specdec.errors import OptionError, SpecdecError
@@ -165,7 +165,7 @@ def run(suite: Suite, folder: Path, notify: Notify = lambda done, total, doing: 
         prompt_set = prompts[suite.prompts.index(group.prompts)]
         groups.append(GroupRun(group, batches(prompt_set, group.batch), store, report))
     if unfinished := [group for group in groups if not group.is_finished()]:
-        store.add(Run(provenance()))
+        store.begin(provenance())
         watch = Watch()
         for _, same_mode in groupby(unfinished, key=lambda g: (g.group.target, g.group.mode.label)):
             _measure(list(same_mode), watch)

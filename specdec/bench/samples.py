@@ -90,15 +90,6 @@ class Mismatch(Key):
     gap: float | None
 
 
-@dataclass(frozen=True)
-class Run:
-    """One start of the benchmark (see `machine.provenance`)."""
-
-    provenance: dict[str, Any]
-
-
-Record = Sample | Mismatch | Run
-_KINDS: dict[str, type[Record]] = {kind.__name__.lower(): kind for kind in (Sample, Mismatch, Run)}
 _ANEW = "choose another --out, or pass --restart to begin anew"
 
 
@@ -114,7 +105,7 @@ class Store:
         self.suite, self.fingerprint = suite, fingerprint
         self.samples: dict[Key, Sample] = {}
         self.mismatches: list[Mismatch] = []
-        self.runs: list[Run] = []
+        self.runs: list[dict[str, Any]] = []
         self.failures: dict[tuple[str, str], str] = {}
         first = {"kind": "benchmark", "fingerprint": fingerprint}
         try:
@@ -130,12 +121,20 @@ class Store:
         if records and records[0] != first:
             raise OptionError(f"{self._file} belongs to another configuration, other models or other versions: {_ANEW}")
         for fields in records[1:]:
-            kind = _KINDS[fields.pop("kind")]
-            if "stats" in fields:
-                fields["stats"] = Stats(**fields["stats"])
-            self._keep(kind(**fields))
+            kind = fields.pop("kind")
+            if kind == "sample":
+                self._keep(Sample(**{**fields, "stats": Stats(**fields["stats"])}))
+            elif kind == "mismatch":
+                self._keep(Mismatch(**fields))
+            else:
+                self.runs.append(fields["provenance"])
 
-    def add(self, record: Record) -> None:
+    def begin(self, provenance: dict[str, Any]) -> None:
+        """Adds a start of the benchmark (see `machine.provenance`)."""
+        self._append({"kind": "run", "provenance": provenance})
+        self.runs.append(provenance)
+
+    def add(self, record: Sample | Mismatch) -> None:
         """Adds a record, in memory and on disk."""
         self._append({"kind": type(record).__name__.lower(), **asdict(record)})
         self._keep(record)
@@ -145,14 +144,11 @@ class Store:
         samples = [s for s in self.samples.values() if (s.group, s.system) == (group, system)]
         return sorted(samples, key=lambda s: (s.batch, s.repeat))
 
-    def _keep(self, record: Record) -> None:
-        match record:
-            case Sample():
-                self.samples[record.key] = record
-            case Mismatch():
-                self.mismatches.append(record)
-            case Run():
-                self.runs.append(record)
+    def _keep(self, record: Sample | Mismatch) -> None:
+        if isinstance(record, Sample):
+            self.samples[record.key] = record
+        else:
+            self.mismatches.append(record)
 
     def _append(self, line: Mapping[str, Any]) -> None:
         with self._file.open("a", encoding="utf-8") as file:

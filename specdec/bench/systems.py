@@ -9,7 +9,7 @@ from statistics import mean
 from time import perf_counter as clock
 from typing import Any
 
-from specdec.bench.machine import Watch, peak_memory, reset_peak_memory
+from specdec.bench.machine import peak_memory, reset_peak_memory
 from specdec.bench.parts import Mode
 from specdec.bench.samples import Difference, differences
 from specdec.bench.suite import Cell
@@ -126,11 +126,10 @@ class Duel:
         return self.assisted_rate / self.plain_rate
 
 
-def duel(assisted: SpecGenerator, plain: SpecGenerator, text: str, *, watch: Watch, **options: Any) -> Duel:
-    """Times both in turn and compares each pair of texts; both have run before, and `watch` looks before every run."""
+def duel(assisted: SpecGenerator, plain: SpecGenerator, text: str, **options: Any) -> Duel:
+    """Times both in turn and compares each pair of texts; both have run before."""
     outs, rates, difference = list[Generation](), list[float](), None
     for generator in (plain, assisted) * _RUNS:
-        watch.look()
         outs.append(generator.generate(text, **options))
         rates.append(outs[-1].stats.tokens_per_second if outs[-1].stats is not None else 0.0)
         if generator is assisted:

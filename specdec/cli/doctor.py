@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, requires, version
+from itertools import chain
 from pathlib import Path
 from shlex import join
 from time import perf_counter as clock
@@ -298,31 +299,24 @@ def doctor(
 
     Exit code 1: something is wrong; see the line with ✗.
     """
-    findings: list[Finding] = []
-    for finding in _examine(ctx.params, clock() + seconds):
+    deadline, findings = clock() + seconds, list[Finding]()
+    request = None if target is None else read_request(ctx.params)
+    with loading("looking at the machine"):
+        from specdec.bench.parts import Mode
+        from specdec.bench.prompts import pick_prompts
+
+        if request is not None:  # names are checked before anything takes time
+            Mode(**request.loading).check(request.target, read_draft(request.draft or "none").model)
+        if request is not None and prompts is not None:
+            pick_prompts(prompts, 1)
+        here = [*machine(), *installation()]
+    for finding in chain(here, () if request is None else tune(request, prompts, deadline)):
         if not json_:
             _show(finding, headed=not findings or findings[-1].section != finding.section)
         findings.append(finding)
     if json_:
         write_json({"findings": [asdict(finding) for finding in findings]})
     return FAILED if any(finding.state == "bad" for finding in findings) else OK
-
-
-def _examine(params: Mapping[str, Any], deadline: float) -> Iterator[Finding]:
-    """Yields findings one by one; checks all names before anything takes time."""
-    request = None if params["target"] is None else read_request(params)
-    with loading("looking at the machine"):
-        from specdec.bench.parts import Mode
-        from specdec.bench.prompts import pick_prompts
-
-        if request is not None:
-            Mode(**request.loading).check(request.target, read_draft(request.draft or "none").model)
-            if params["prompts"] is not None:
-                pick_prompts(params["prompts"], 1)
-        here = [*machine(), *installation()]
-    yield from here
-    if request is not None:
-        yield from tune(request, params["prompts"], deadline)
 
 
 def _show(finding: Finding, *, headed: bool) -> None:

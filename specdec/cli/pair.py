@@ -11,8 +11,8 @@ from typer import Option
 
 from specdec.cli import flags
 from specdec.cli.request import DEFAULT_NEW_TOKENS
-from specdec.cli.show import ACCEPTED, PROMPT, Printer, has_colours, write
-from specdec.cli.terminal import MISMATCH, OK, fail, is_quiet, loading, remark
+from specdec.cli.show import ACCEPTED, PROMPT, Printer, has_colours, warn_if_busy, write
+from specdec.cli.terminal import MISMATCH, OK, fail, is_quiet, loading
 from specdec.options import bundled_models
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ _WIDTH = 40  # characters of the longest bar
 _PROMPTS = 12
 HEADING = Style(bold=True)
 PHASES = {"target": ("█", Style(color="blue")), "draft": ("▒", ACCEPTED), "all else": ("░", PROMPT)}
-LOOKS = 20  # times that `Watch` looks, a few milliseconds each
 
 
 @flags.takes("sample temperature quiet")
@@ -39,22 +38,18 @@ def demo(
     pair = bundled_models.pair()
     out = Console()
     with loading(f"loading zoo:{pair.name}"):
-        from specdec.bench.machine import Watch
         from specdec.bench.prompts import pick_prompts
         from specdec.bench.systems import duel
         from specdec.generator.generator import SpecGenerator
 
-        watch = Watch()
         assisted = SpecGenerator.from_pretrained(str(pair.target), str(pair.draft), prefix_cache=False)
         plain = SpecGenerator(assisted.target, tokenizer=assisted.tokenizer, prefix_cache=False)
         texts = pick_prompts("code", _PROMPTS)
         text = texts[seed % len(texts)].text
         for generator in (plain, assisted):  # the first passes of a process are slow
             generator.generate(text, **{**options, "max_new_tokens": 1})
-    for _ in range(LOOKS):
-        watch.look()
-    if is_reported := watch.busy:
-        remark(watch.verdict())  # now, since decoding may take minutes
+    if not is_quiet():
+        warn_if_busy()  # now, since decoding may take minutes
     for heading, generator in (("the target alone", plain), ("the target and its draft", assisted)):
         write(out, f"── {heading} ──\n", HEADING)
         write(out, text, PROMPT)
@@ -65,14 +60,12 @@ def demo(
         write(out, "■ accepted from the draft  ", ACCEPTED)
         write(out, "■ the target's own\n\n")
     with Console(stderr=True, quiet=is_quiet()).status("measuring both in turn"):
-        result = duel(assisted, plain, text, watch=watch, **options)
+        result = duel(assisted, plain, text, **options)
     _show_time(out, result)
     length = result.assisted.stats.mean_acceptance_length if result.assisted.stats is not None else 1.0
     rates = f"plain {result.plain_rate:.0f} tokens/s · assisted {result.assisted_rate:.0f} tokens/s"
     same = f"mean acceptance length {length:.2f} · identical: {'no' if result.difference else 'yes'}"
     write(out, f"\n{rates} · {comparison(result.speedup)} · {same}\n")
-    if watch.busy and not is_reported:
-        remark(watch.verdict())
     if result.difference is None:
         return OK
     _, position, *tokens = result.difference

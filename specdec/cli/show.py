@@ -114,8 +114,13 @@ def write_json(result: Mapping[str, Any]) -> None:
 
 def show_stats(stats: Stats) -> None:
     """Prints the table of --stats on stderr, and a warning where other programs use the cores."""
+    say(str(stats))
+    warn_if_busy()
+
+
+def warn_if_busy() -> None:
+    """Prints on stderr that torch's threads wait for cores that other programs use, if they do."""
     from specdec.bench.machine import FEWER_THREADS, waiting_threads
 
-    say(str(stats))
     if (waiting := waiting_threads()) is not None:
         say(f"busy machine: {waiting}: {FEWER_THREADS}")
