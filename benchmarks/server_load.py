@@ -24,8 +24,8 @@ from typing import Any
 import httpx
 from measure import read_prompts, table
 
-from specdec.bench.figures import percentiles
 from specdec.bench.machine import provenance
+from specdec.bench.results import percentiles
 
 _PATIENCE = 600.0  # seconds that an answer may take
 _COUNTER = r'^(?:specdec_|vllm:)spec_decode_{}_total(?:\{{.*?model(?:_name)?="{}".*?\}})? (\S+)$'

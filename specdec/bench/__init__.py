@@ -7,7 +7,7 @@
 | `runner.py` | measures plain and assisted decoding in turn; resumes a killed run |
 | `systems.py` | generators by target and draft, one measured call, and both sides of `specdec demo` |
 | `samples.py` | `samples.jsonl`, and differences from plain decoding's texts |
-| `figures.py`, `results.py` | intervals and percentiles; `results.json` and the summary |
+| `results.py` | intervals and percentiles; `results.json` and the summary |
 | `tuner.py` | drafts and weights tried within a number of seconds, for `specdec doctor` |
 | `machine.py` | machine, versions, contention, peak memory |
 """

@@ -3,7 +3,7 @@
 from typing import Any
 
 from specdec import SpecGenerator
-from specdec.bench.figures import Speedup
+from specdec.bench.results import Speedup
 from specdec.bench.samples import Sample
 from specdec.bench.systems import measure
 from specdec.core.stats import Stats

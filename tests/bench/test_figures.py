@@ -2,7 +2,7 @@
 
 import pytest
 
-from specdec.bench.figures import (
+from specdec.bench.results import (
     Speedup,
     per_token,
     percentiles,

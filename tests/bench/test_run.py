@@ -12,9 +12,8 @@ from huggingface_hub.errors import EntryNotFoundError
 
 from specdec import LanguageModel, SpecGenerator
 from specdec.bench import exit_state, read_suite, results, run, runner
-from specdec.bench.figures import Speedup
 from specdec.bench.machine import provenance
-from specdec.bench.results import summary
+from specdec.bench.results import Speedup, summary
 from specdec.bench.samples import Store
 from specdec.bench.systems import measure
 from specdec.errors import OptionError, SpecdecError
