@@ -34,20 +34,12 @@ PLAIN = "plain"  # the system without a draft
 
 @dataclass(frozen=True)
 class StrategyOptions:
-    """Options of `generate`, and whether they take a draft (`drafts`)."""
+    """Options of `generate`, the temperature that the suite set, and whether they take a draft (`drafts`)."""
 
-    name: str
+    label: str
     options: Mapping[str, Any] = field(hash=False)
     temperature: float | None = None
     drafts: bool = True
-
-    @property
-    def label(self) -> str:
-        """The name, and the temperature that the suite set; `greedy` samples above 0."""
-        if self.temperature is None:
-            return self.name
-        name = "sampling" if self.name == "greedy" and self.temperature else self.name
-        return f"{name}, temperature {self.temperature:g}"
 
     @property
     def comparable(self) -> bool:
@@ -171,7 +163,8 @@ class Suite(BaseModel):
                 )
             for temperature in self.temperatures:
                 draws = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
-                yield StrategyOptions(name, {**options, **draws}, temperature, drafts)
+                label = f"{'sampling' if name == 'greedy' and temperature else name}, temperature {temperature:g}"
+                yield StrategyOptions(label, {**options, **draws}, temperature, drafts)
 
 
 def _strategy(entry: str | Mapping[str, Any]) -> tuple[str, dict[str, Any]]:

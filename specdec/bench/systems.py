@@ -134,4 +134,4 @@ def duel(assisted: SpecGenerator, plain: SpecGenerator, text: str, **options: An
         rates.append(outs[-1].stats.tokens_per_second if outs[-1].stats is not None else 0.0)
         if generator is assisted:
             difference = difference or next(differences(*(out.new_tokens() for out in outs[-2:])), None)
-    return Duel(*outs[-2:], mean(rates[::2]), mean(rates[1::2]), difference)
+    return Duel(outs[-2], outs[-1], mean(rates[::2]), mean(rates[1::2]), difference)

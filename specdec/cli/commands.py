@@ -145,9 +145,7 @@ def generate(
     image: list[str] | None = flags.flag("Picture, for a model that sees; repeatable; implies --chat.", metavar="FILE"),
     prediction: str | None = flags.flag("File that the output may resemble, for drafts that copy.", metavar="FILE"),
     num_draft_branches: int | None = flags.flag("Have the draft model guess trees, with this many branches."),
-    sampling: str | None = flags.flag(
-        f"Acceptance rule: {', '.join(SAMPLING)}; implies --sample.", autocompletion=flags.one_of(SAMPLING)
-    ),
+    sampling: str | None = flags.flag(f"Acceptance rule: {', '.join(SAMPLING)}; implies --sample.", words=SAMPLING),
     seed: int | None = flags.flag("Seed of sampling; random by default, reported by --json."),
     num_return_sequences: int | None = flags.flag("Number of samples or beams to return."),
     stop: list[str] | None = flags.flag("Text that ends the answer, and stays in it; repeatable."),

@@ -29,18 +29,16 @@ def one_of(words: Iterable[str]) -> Callable[[str], list[str]]:
 
 _PAIRS = [f"zoo:{name}" for name in bundled_models.NAMES]
 _DRAFTS = [*WORDS, *_PAIRS, *(f"{word}+{pair}" for word in COPYING for pair in _PAIRS), "none"]
-bundled_pair = one_of(_PAIRS)
-"""Completes the name of a pair of the package; the shell completes files."""
 
 
-def flag(help: str, *names: str, **how: Any) -> Any:
-    """A flag that may be left out; by default it has the name of its parameter."""
-    return Option(None, *names, help=help, **how)
+def flag(help: str, *names: str, words: Iterable[str] = (), **how: Any) -> Any:
+    """A flag that may be left out; by default it has the name of its parameter. The shell completes `words`."""
+    return Option(None, *names, help=help, autocompletion=one_of(words) if words else None, **how)
 
 
 def target(help: str, default: Any = None) -> Any:
     """The argument TARGET of a command; by default it may be left out."""
-    return Argument(default, metavar="TARGET", help=help, autocompletion=bundled_pair)
+    return Argument(default, metavar="TARGET", help=help, autocompletion=one_of(_PAIRS))
 
 
 def takes(*words: str) -> Callable[[Command], Command]:
@@ -75,12 +73,12 @@ def _shared(
     # what drafts, and how much
     draft: str | None = flag(
         f"What drafts: {SPELLINGS}. By default the draft of a zoo: target, else {COPYING[0]} (of speech, none).",
-        autocompletion=one_of(_DRAFTS),
+        words=_DRAFTS,
     ),
-    draft_dtype: str | None = flag("--dtype of the draft; by default the target's.", autocompletion=one_of(DTYPES)),
+    draft_dtype: str | None = flag("--dtype of the draft; by default the target's.", words=DTYPES),
     draft_quantization: str | None = flag(
         "--quantization of the draft: auto (default, 4 or 8 bits where that is faster), none, or one of these.",
-        autocompletion=one_of((AUTO, NONE, *QUANTIZATIONS)),
+        words=(AUTO, NONE, *QUANTIZATIONS),
     ),
     draft_gguf_file: str | None = flag("--gguf-file of the draft.", metavar="NAME"),
     draft_revision: str | None = flag("--revision of the draft."),
@@ -88,7 +86,7 @@ def _shared(
         "Tokens to draft per round: the first length of auto and heuristic (5), the length of constant (5), the "
         "limit of confidence (20) and cost (32)."
     ),
-    schedule: str | None = flag(f"How much to draft: {', '.join(SCHEDULES)}.", autocompletion=one_of(SCHEDULES)),
+    schedule: str | None = flag(f"How much to draft: {', '.join(SCHEDULES)}.", words=SCHEDULES),
     # how tokens are chosen
     max_new_tokens: int | None = flag(f"Length limit; {DEFAULT_NEW_TOKENS} if nothing sets one."),
     sample: bool | None = flag("Sample, or take the likeliest token.", "--sample/--greedy"),
@@ -99,23 +97,16 @@ def _shared(
     dtype: str | None = flag(
         "Data type of the weights: float32, bfloat16, …; auto (default): the checkpoint's, but float32 instead of "
         "float16 on a CPU, and the fastest for speech.",
-        autocompletion=one_of(DTYPES),
+        words=DTYPES,
     ),
-    quantization: str | None = flag(
-        f"Fewer bits per weight: {', '.join(QUANTIZATIONS)}.", autocompletion=one_of(QUANTIZATIONS)
-    ),
+    quantization: str | None = flag(f"Fewer bits per weight: {', '.join(QUANTIZATIONS)}.", words=QUANTIZATIONS),
     gguf_file: str | None = flag("A GGUF file in the folder or hub repository.", metavar="NAME"),
-    backend: str | None = flag(f"How passes are run: {', '.join(BACKENDS)}.", autocompletion=one_of(BACKENDS)),
-    exactness: str | None = flag(
-        "strict: the same text as plain decoding in any dtype, bit for bit.", autocompletion=one_of(EXACTNESS)
-    ),
-    activations: str | None = flag(
-        "float: rows meet packed integers as they are, not in 8 bits.", autocompletion=one_of(ACTIVATIONS)
-    ),
+    backend: str | None = flag(f"How passes are run: {', '.join(BACKENDS)}.", words=BACKENDS),
+    exactness: str | None = flag("strict: the same text as plain decoding in any dtype, bit for bit.", words=EXACTNESS),
+    activations: str | None = flag("float: rows meet packed integers as they are, not in 8 bits.", words=ACTIVATIONS),
     device_map: str | None = flag("Where to load the models: cpu, cuda, auto, …"),
     offload: str | None = flag(
-        f"Where the target's weights stay, to be read in every pass: {' or '.join(OFFLOADS)}.",
-        autocompletion=one_of(OFFLOADS),
+        f"Where the target's weights stay, to be read in every pass: {' or '.join(OFFLOADS)}.", words=OFFLOADS
     ),
     offload_folder: str | None = flag("Where to write weights that cannot be read straight from the checkpoint."),
     trust_remote_code: bool | None = flag("Run the model's own code.", "--trust-remote-code"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from rich.cells import cell_len
@@ -16,8 +16,7 @@ from specdec.errors import OptionError, SpecdecError
 
 if TYPE_CHECKING:
     from specdec.pipelines import Transcriber, Transcription
-    from specdec.pipelines.speech.audio import Samples
-    from specdec.pipelines.speech.live import Heard, Live
+    from specdec.pipelines.speech.live import Heard
 
 RATE = 16_000  # samples per second of raw sound, unless --rate says otherwise
 WHOLE = ("demo", "resume", "chunk_length")  # flags for recordings that are whole
@@ -49,38 +48,31 @@ def transcribe_live(
     transcriber: Transcriber, options: Mapping[str, Any], params: Mapping[str, Any]
 ) -> tuple[Transcription, SpecdecError | None]:
     """Shows what is heard, until the sound ends or Ctrl-C; the whole, and the error that ended the sound."""
-    from specdec.pipelines.speech.sources import microphone_library, recorded, streamed
+    from specdec.pipelines.speech.sources import arriving, microphone_library, recorded, streamed
 
     live, screen = transcriber.live(**options), _Screen(params)
+    fault: SpecdecError | None = None
     if params["microphone"]:
         blocks = recorded(microphone_library(), live.rate)
     else:
         stdin = sys.stdin.buffer
         blocks = streamed(getattr(stdin, "raw", stdin), live.rate, params["rate"] or RATE)
-    errors: list[SpecdecError] = []
     remark("listening; Ctrl-C ends the sound", "dim")
-    for heard in _followed(live, blocks, errors):
-        screen(heard)
-    screen.close()
-    return live.result(), next(iter(errors), None)
-
-
-def _followed(live: Live[Any], blocks: Iterator[Samples], errors: list[SpecdecError]) -> Iterator[Heard]:
-    """All that is heard of the sound; an error that ends it is added to `errors`."""
-    from specdec.pipelines.speech.sources import arriving
-
     with Interrupt() as interrupt:
         try:
             for block in arriving(blocks):
                 live.hear(block)
                 while live.is_due and not interrupt.is_set:
-                    yield next(live)
+                    screen(next(live))
                 if interrupt.is_set:
                     break
         except SpecdecError as error:
-            errors.append(error)
+            fault = error
         live.end()
-        yield from live
+        for heard in live:
+            screen(heard)
+    screen.close()
+    return live.result(), fault
 
 
 class _Screen:
