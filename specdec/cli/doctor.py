@@ -72,49 +72,49 @@ def machine() -> Iterator[Finding]:
     from specdec.kernels import page_state
     from specdec.models import free_bytes
 
-    one, facts, waiting = partial(Finding, "machine"), provenance(), waiting_threads()
-    yield one("processor", f"{facts['processor']}: {facts['cores']} cores, {facts['threads']} threads")
-    yield one("instructions", " ".join(facts["flags"]) or "unknown", "note")
+    finding, facts, waiting = partial(Finding, "machine"), provenance(), waiting_threads()
+    yield finding("processor", f"{facts['processor']}: {facts['cores']} cores, {facts['threads']} threads")
+    yield finding("instructions", " ".join(facts["flags"]) or "unknown", "note")
     if waiting is None:
-        yield one("threads", f"torch uses {facts['threads']}, which do not wait for cores")
+        yield finding("threads", f"torch uses {facts['threads']}, which do not wait for cores")
     else:
-        yield one("threads", waiting, "note", FEWER_THREADS)
+        yield finding("threads", waiting, "note", FEWER_THREADS)
     free = free_bytes(torch.device("cpu")) / 2**30
-    yield one("memory", f"{facts['memory_gib']} GiB, {free:.1f} free; read at {memory_bandwidth() / 1e9:.0f} GB/s")
-    yield one("pages of weights", page_state(), "note")
+    yield finding("memory", f"{facts['memory_gib']} GiB, {free:.1f} free; read at {memory_bandwidth() / 1e9:.0f} GB/s")
+    yield finding("pages of weights", page_state(), "note")
     if (name := facts["accelerator"]) is not None:
         free, whole = (size / 2**30 for size in torch.cuda.mem_get_info())
-        yield one("accelerator", f"{name}: {whole:.1f} GiB, {free:.1f} free")
+        yield finding("accelerator", f"{name}: {whole:.1f} GiB, {free:.1f} free")
     elif shutil.which("nvidia-smi") is not None or Path("/proc/driver/nvidia").exists():
         remedy = "pip install torch, without a CPU build's index or constraints"
-        yield one("accelerator", "installed, but this torch does not see it", "bad", remedy)
+        yield finding("accelerator", "installed, but this torch does not see it", "bad", remedy)
     else:
-        yield one("accelerator", "none: models run on the processor", "note")
+        yield finding("accelerator", "none: models run on the processor", "note")
 
 
 def installation() -> Iterator[Finding]:
     from specdec import kernels
     from specdec.models import packed_weights
 
-    one, needed = partial(Finding, "installation"), [Requirement(text) for text in _requirements()]
+    finding, needed = partial(Finding, "installation"), [Requirement(text) for text in _requirements()]
     core = [package for package in needed if package.marker is None]
     there = ", ".join(f"{package.name} {_version(package.name) or 'missing'}" for package in core)
     if wrong := [str(package) for package in core if _lacks(package)]:
-        yield one("packages", f"{there}: others were tested", "bad", f"pip install {' '.join(map(repr, wrong))}")
+        yield finding("packages", f"{there}: others were tested", "bad", f"pip install {' '.join(map(repr, wrong))}")
     else:
-        yield one("packages", there)
+        yield finding("packages", there)
     kernels.try_again()
     if (missing := kernels.lack()) is None:
-        yield one("kernels", f"of our own, built for this processor in {kernels.folder()}")
-        yield one("packed weights", packed_weights(), "note")
+        yield finding("kernels", f"of our own, built for this processor in {kernels.folder()}")
+        yield finding("packed weights", packed_weights(), "note")
     else:
-        yield one("kernels", f"none, so passes stay torch's: {missing.reason}", "bad", missing.way_out or None)
+        yield finding("kernels", f"none, so passes stay torch's: {missing.reason}", "bad", missing.way_out or None)
     for extra, brings in _EXTRAS.items():
         packages = [package for package in needed if package.marker and package.marker.evaluate({"extra": extra})]
         if lacking := [package.name for package in packages if _lacks(package)]:
-            yield one(f"[{extra}]", f"{brings}: no {', '.join(lacking)}", "note", f"pip install -e '.[{extra}]'")
+            yield finding(f"[{extra}]", f"{brings}: no {', '.join(lacking)}", "note", f"pip install -e '.[{extra}]'")
         elif packages:  # an older installation lacks this extra
-            yield one(f"[{extra}]", brings)
+            yield finding(f"[{extra}]", brings)
 
 
 def _requirements() -> list[str]:
@@ -140,16 +140,17 @@ def _lacks(needed: Requirement) -> bool:
 
 def check_models(generator: SpecGenerator) -> Iterator[Finding]:
     """Target and draft, their backends, and whether they fit."""
-    one, draft, target = partial(Finding, "models"), generator.draft, generator.target
+    finding, draft, target = partial(Finding, "models"), generator.draft, generator.target
     for role, model in (("target", target), *(("draft", model) for model in (draft.models if draft else ()))):
         kind, dtype = type(model.model).__name__, str(model.dtype).removeprefix("torch.")
-        yield one(role, f"{kind}, {model.num_layers} layers, {dtype}, {model.weight_bytes / 2**20:.0f} MiB of weights")
+        weights = f"{model.weight_bytes / 2**20:.0f} MiB of weights"
+        yield finding(role, f"{kind}, {model.num_layers} layers, {dtype}, {weights}")
         state: State = "good" if model.backend == "packed" else "note"
-        yield one(f"{role}'s backend", f"{model.backend}: {_why_backend(model)}", state)
+        yield finding(f"{role}'s backend", f"{model.backend}: {_why_backend(model)}", state)
     if target.capability.cache_kind != "kv":
-        yield one("cache", f"{target.capability.reason}: guesses cost more here", "note")
+        yield finding("cache", f"{target.capability.reason}: guesses cost more here", "note")
     if draft is None:
-        yield one("draft", "none", "note", "name one: --draft MODEL, or --draft suffix for text that copies")
+        yield finding("draft", "none", "note", "name one: --draft MODEL, or --draft suffix for text that copies")
     else:
         yield _fit(draft, generator)
 
@@ -170,17 +171,17 @@ def _fit(draft: Draft, generator: SpecGenerator) -> Finding:
     """How the draft's guesses reach the target; a pair that does not fit fails to load."""
     from specdec.proposers import HybridDraft, ModelDraft, TextBridge
 
-    one, draft = partial(Finding, "models", "fit"), draft.model if isinstance(draft, HybridDraft) else draft
+    finding, draft = partial(Finding, "models", "fit"), draft.model if isinstance(draft, HybridDraft) else draft
     if not draft.models:
-        return one(f"{draft!r} reads the text alone and fits any target")
+        return finding(f"{draft!r} reads the text alone and fits any target")
     if isinstance(draft, ModelDraft):
         widths = (model.vocab_size for model in (generator.target, *draft.models))
         words = len(generator.tokenizer) if generator.tokenizer is not None else min(widths)
-        return one(f"one vocabulary of {words:,} tokens: guesses are checked as they are")
+        return finding(f"one vocabulary of {words:,} tokens: guesses are checked as they are")
     if isinstance(draft, TextBridge):
         words = "another tokenizer: guesses travel as text, which costs time"
-        return one(words, "note", "a draft with the target's tokenizer, if there is one")
-    return one("guesses are checked as they are")
+        return finding(words, "note", "a draft with the target's tokenizer, if there is one")
+    return finding("guesses are checked as they are")
 
 
 def tune(request: CommandRequest, prompts: str | None, deadline: float) -> Iterator[Finding]:
