@@ -48,7 +48,7 @@ def describe(values, digits=2):
 
 
 @dataclass(frozen=True)
-class Answer:
+class TimedAnswer:
     """One answer; `ms` per token after the first, None where there are none; `first_token` in seconds."""
 
     ms: float | None
@@ -67,8 +67,8 @@ class Trial:
 
     mode: Mode
     draft: str
-    answers: Mapping[int, Answer]
-    plain: Mapping[int, Answer]
+    answers: Mapping[int, TimedAnswer]
+    plain: Mapping[int, TimedAnswer]
     exactness: str
 
     @property
@@ -123,7 +123,7 @@ class Skipped:
     failed: bool = False
 
 
-def _pass_seconds(answers: Mapping[int, Answer]) -> float:
+def _pass_seconds(answers: Mapping[int, TimedAnswer]) -> float:
     """Seconds of one of the target's passes after the first token."""
     parts = [one.stats for one in answers.values()]
     seconds = sum(stats.verify_seconds + stats.select_seconds - stats.first_token_seconds for stats in parts)
@@ -291,7 +291,7 @@ class Tuner:
         self._lap = max(first.seconds * len(generators), 1e-9)
         now, seconds = self.clock(), self._share(more)
         laps = min(max(int(seconds / self._lap), 1), len(calls))
-        answers: dict[str, dict[int, Answer]] = {draft: {} for draft in generators}
+        answers: dict[str, dict[int, TimedAnswer]] = {draft: {} for draft in generators}
         for number, call in enumerate(calls[:laps]):
             for place, (draft, generator) in enumerate(generators.items()):
                 self._say(f"{mode.label}, draft {draft}, prompt {number + 1} of {laps}")
@@ -313,7 +313,9 @@ class Tuner:
                 break
         return seconds
 
-    def _answer(self, generator: SpecGenerator, call: Mapping[str, Any], most: int, seconds: float | None) -> Answer:
+    def _answer(
+        self, generator: SpecGenerator, call: Mapping[str, Any], most: int, seconds: float | None
+    ) -> TimedAnswer:
         limits = {"max_new_tokens": most, "max_time": seconds}
         out, measured = measure(generator, {**call, **PRESETS["greedy"], **limits})
         assert out.stats is not None
@@ -322,4 +324,4 @@ class Tuner:
         # A draft model reads the prompt in the first round, which longer answers outweigh.
         steady = [*dropwhile(lambda gap: gap == gaps[0], gaps)] or gaps
         ms = 1e3 * mean(steady) if gaps and decoded else None
-        return Answer(ms, measured["first_token"], measured["seconds"], out.new_tokens()[0], out.stats)
+        return TimedAnswer(ms, measured["first_token"], measured["seconds"], out.new_tokens()[0], out.stats)

@@ -12,8 +12,8 @@ from specdec import LanguageModel, SpecGenerator
 from specdec.bench import tuner
 from specdec.bench.parts import Mode
 from specdec.bench.tuner import (
-    Answer,
     Skipped,
+    TimedAnswer,
     Trial,
     Tuner,
     best,
@@ -223,8 +223,8 @@ def test_memory_without_room(tuned: Any, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def made(*ms: float, draft: str = "none", mode: Mode = PLAIN, stats: Stats | None = None) -> Trial:
     plain = Stats(num_target_passes=11, verify_seconds=2.0, first_token_seconds=1.0, finish_reasons=("length",))
-    answers = {at: Answer(each, 0.5, 1.0, [], stats or Stats()) for at, each in enumerate(ms)}
-    return Trial(mode, draft, answers, dict.fromkeys(answers, Answer(100.0, 0.5, 1.0, [], plain)), "exact")
+    answers = {at: TimedAnswer(each, 0.5, 1.0, [], stats or Stats()) for at, each in enumerate(ms)}
+    return Trial(mode, draft, answers, dict.fromkeys(answers, TimedAnswer(100.0, 0.5, 1.0, [], plain)), "exact")
 
 
 def test_the_simplest_of_equals() -> None:

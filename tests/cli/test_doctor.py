@@ -13,7 +13,7 @@ import torch
 from specdec import SpecGenerator, kernels
 from specdec.bench.machine import waiting_threads
 from specdec.bench.parts import Mode
-from specdec.bench.tuner import Answer, Skipped, Trial, Tuner
+from specdec.bench.tuner import Skipped, TimedAnswer, Trial, Tuner
 from specdec.cli import doctor
 from specdec.cli.request import CommandRequest
 from specdec.core.stats import Stats
@@ -93,8 +93,8 @@ def test_a_pair(folders: tuple[str, str], tmp_path: Path, called: Any) -> None:
 
 def trial(draft: str, ms: float, mode: Mode, stats: Stats, *, different: int = 0, exactness: str = "exact") -> Trial:
     plain = Stats(num_target_passes=11, verify_seconds=2.0, first_token_seconds=1.0, finish_reasons=("length",))
-    answers = {at: Answer(ms, 0.5, 1.0, [int(at < different)], stats) for at in range(3)}
-    return Trial(mode, draft, answers, dict.fromkeys(range(3), Answer(100.0, 0.5, 1.0, [0], plain)), exactness)
+    answers = {at: TimedAnswer(ms, 0.5, 1.0, [int(at < different)], stats) for at in range(3)}
+    return Trial(mode, draft, answers, dict.fromkeys(range(3), TimedAnswer(100.0, 0.5, 1.0, [0], plain)), exactness)
 
 
 @pytest.mark.parametrize("busy", [True, False])
