@@ -276,6 +276,7 @@ struct Passes : torch::CustomClassHolder {
       for (auto& one : encoders) given.push_back(one.index_select(2, rows));
       given.insert(given.end(), others.begin(), others.end());
       given.insert(given.end(), states, embeddings ? all : at::empty({0}, at::kLong));
+      given.push_back(all);
       outputs = run(std::move(given));
       live = std::move(on);
     }

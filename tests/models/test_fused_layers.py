@@ -77,6 +77,25 @@ def test_families(name: str, dtype: torch.dtype) -> None:
     check_equal(language)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_last_layer_computes_what_is_read(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its product has the nodes with logits, or all where hidden states are returned; the logits are the same."""
+    language = LanguageModel(tiny("llama").to(dtype), backend="packed")
+    session, widths, gated = language.session(), list[int](), fused_layers.kernels.gated
+    work = Work(session.add(None), Tree(list(range(5, 25)), list(range(-1, 19))), 2)
+    recorded = session.run([work])[0].logits
+
+    def noted(part: Any, x: Tensor) -> Tensor:
+        widths.append(x.shape[1])
+        return gated(part, x)
+
+    monkeypatch.setattr(fused_layers.kernels, "gated", noted)
+    language.ragged.recorded = None
+    assert torch.equal(session.run([work])[0].logits, recorded)
+    assert torch.equal(session.run([work], hidden=True)[0].logits, recorded)
+    assert widths == [20, 2, 20, 20]
+
+
 def test_other_model_types() -> None:
     """They stay as they are: Ministral scales queries from position 16384 on, which no trial saw, and it was fused."""
     ministral = built(AutoConfig.for_model("ministral3", **SIZES["mistral"], vocab_size=64, head_dim=8), 0)

@@ -61,7 +61,7 @@ def packed(model: nn.Module) -> RaggedForward:
 def test_the_same_numbers(name: str, count: int) -> None:
     """Bit for bit those of Python, for any number of nodes, logits, rows, columns and frames."""
     ragged = packed(tiny(name))
-    for sizes in (Sizes(count, 1, 2, 80, 3, 9), Sizes(count, count, 5, 120, 2, 30)):
+    for sizes in (Sizes(count, 1, 2, 80, 3, 9, 1), Sizes(count, count, 5, 120, 2, 30, count)):
         expected = ragged.fused(*example(ragged.fused, sizes))
         made = ragged.recorded.run(example(ragged.fused, sizes).tensors)
         assert all(map(torch.equal, made, expected))
@@ -75,7 +75,7 @@ def test_files_of_blocks(kinds: tuple[str, ...], tmp_path: Path) -> None:
     wide = {"hidden_size": 256, "intermediate_size": 256} if kinds[0].endswith("K") else {}
     ragged = load_model(saved_gguf(tmp_path / "a.gguf", kinds, **wide), Loading(backend="packed")).ragged
     assert ragged is not None
-    given = example(ragged.fused, Sizes(4, 2, 2, 80, 3, 9))
+    given = example(ragged.fused, Sizes(4, 2, 2, 80, 3, 9, 3))
     assert all(map(torch.equal, ragged.recorded.run(given.tensors), ragged.fused(*given)))
 
 
@@ -84,13 +84,13 @@ def test_files_of_blocks(kinds: tuple[str, ...], tmp_path: Path) -> None:
 def test_few_bits(name: str, quantization: str, tmp_path: Path) -> None:
     ragged = load_model(saved(name, tmp_path), Loading(backend="packed", quantization=quantization)).ragged
     assert ragged is not None
-    given = example(ragged.fused, Sizes(4, 2, 2, 80, 3, 9))
+    given = example(ragged.fused, Sizes(4, 2, 2, 80, 3, 9, 3))
     assert all(map(torch.equal, ragged.recorded.run(given.tensors), ragged.fused(*given)))
 
 
 def test_wrong_inputs() -> None:
     ragged = packed(tiny("llama"))
-    given = example(ragged.fused, Sizes(3, 1, 2, 80, 3, 9)).tensors
+    given = example(ragged.fused, Sizes(3, 1, 2, 80, 3, 9, 2)).tensors
     with pytest.raises(ValueError, match=f"a pass has {len(given)} inputs, got {len(given) - 1}"):
         ragged.recorded.run(given[1:])
 
@@ -144,7 +144,7 @@ def test_hooks_of_a_caller() -> None:
 def test_a_weight_that_changes() -> None:
     """Passes read the weights where they lie."""
     ragged = packed(tiny("llama"))
-    given = example(ragged.fused, Sizes(3, 1, 2, 80, 3, 9))
+    given = example(ragged.fused, Sizes(3, 1, 2, 80, 3, 9, 2))
     before = ragged.recorded.run(given.tensors)[0]
     with torch.no_grad():
         ragged.fused.model.model.embed_tokens.weight.mul_(1.5)
@@ -156,7 +156,7 @@ def test_a_weight_that_changes() -> None:
 def test_errors_of_operators() -> None:
     """An operator that refuses raises as it does in Python, and later passes run."""
     ragged = packed(tiny("llama"))
-    given = example(ragged.fused, Sizes(3, 1, 2, 80, 3, 9))
+    given = example(ragged.fused, Sizes(3, 1, 2, 80, 3, 9, 2))
     wrong = given._replace(ids=torch.full((1, 3), 10**6))
     with pytest.raises(IndexError):
         ragged.recorded.run(wrong.tensors)

@@ -84,7 +84,12 @@ class _Gated:
 
 
 class _Layer:
-    """The `forward` of a whole layer: attention and a gated product, each between norms and added to its input."""
+    """The `forward` of a whole layer: attention and a gated product, each between norms and added to its input.
+
+    The last layer's product is computed only for the nodes that something reads.
+    """
+
+    is_last = False
 
     def __init__(self, attention: _Attention, gated: _Gated, norms: Sequence[_Norm | None]) -> None:
         one, two, three, four = (norm and norm.part for norm in norms)
@@ -92,8 +97,9 @@ class _Layer:
         self.gated, self.of_gated = gated, part("Gated", *gated.options, three, four, True)
 
     def __call__(self, hidden_states: Tensor, attention_mask: Any, *, position_embeddings: Any, **named: Any) -> Tensor:
-        x = self.attention.run(self.of_attention, hidden_states, position_embeddings, attention_mask, named[CACHE])
-        return kernels.gated(self.of_gated, x)  # type: ignore[no-any-return]
+        text = named[CACHE]
+        x = self.attention.run(self.of_attention, hidden_states, position_embeddings, attention_mask, text)
+        return kernels.gated(self.of_gated, x.index_select(1, text.last) if self.is_last else x)  # type: ignore[no-any-return]
 
 
 class _Trial:
@@ -186,6 +192,8 @@ def fused(model: RaggedModel, others: Sequence[nn.Module], run: Callable[[], obj
     for name, call in trial.calls.items():
         if call is not None:
             copy.model.get_submodule(name).forward = call
+        if isinstance(call, _Layer) and call.attention.index == len(model.widths) - 1:
+            call.is_last = copy.cuts = True
     return copy
 
 

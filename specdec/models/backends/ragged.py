@@ -57,6 +57,7 @@ class RaggedForward:
         self, inputs: PassInputs, layers: bool | Sequence[int] = ()
     ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         """Logits `[kept, vocab]`, and a hidden state `[nodes, width]` for each of `layers` (True: all), or None."""
+        inputs = self._cut(inputs, bool(layers))
         if self.recorded is None:
             logits, hidden = self.fused.output(inputs, layers or False)
             return logits[0], tuple(None if state is None else state[0] for state in hidden)
@@ -74,8 +75,15 @@ class RaggedForward:
         """Drafts a chain after the kept node of every row, by up to `steps` more passes."""
         embeddings = self._embeddings
         returned = self._returned(0, ()) if embeddings is None else [inputs.kept] * self.model.states
+        inputs = self._cut(inputs, embeddings is not None)
         rules = [rule._replace(width=min(rule.width, self._language.vocab_size)) for rule in rules]
         return draft_chain(self.recorded, inputs._replace(returned=returned), steps, rules, embeddings)
+
+    def _cut(self, inputs: PassInputs, returns: bool) -> PassInputs:
+        """The inputs with the nodes that the last layer computes to its end: all if a pass `returns` hidden states."""
+        if self.fused.cuts and not returns:
+            return inputs._replace(last=inputs.kept, kept=torch.arange(len(inputs.kept)))
+        return inputs._replace(last=torch.arange(inputs.ids.shape[1]))
 
     @property
     def _embeddings(self) -> Tensor | None:

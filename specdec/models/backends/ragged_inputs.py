@@ -38,7 +38,8 @@ class PassInputs(NamedTuple):
 
     For models that read embeddings, `ids` are these, `[1, nodes, width]`. `kept`: numbers of the nodes with logits,
     never none. `encoders`: one table of visible encoder positions, or nothing. `buffers` hold the text, `frames` the
-    encoders' projections. `returned[i]`: numbers of the nodes whose hidden state i is returned, all or none.
+    encoders' projections. `returned[i]`: numbers of the nodes whose hidden state i is returned, all or none. `last`:
+    numbers of the nodes that the last layer computes to its end, which `kept` then counts; None: all.
     """
 
     ids: Tensor
@@ -49,6 +50,7 @@ class PassInputs(NamedTuple):
     buffers: Buffers = ()
     frames: Buffers = ()
     returned: Sequence[Tensor] = ()
+    last: Tensor | None = None
 
     @classmethod
     def of(
@@ -83,7 +85,8 @@ class PassInputs(NamedTuple):
     @property
     def tensors(self) -> list[Tensor]:
         pairs = (side for pair in (*self.buffers, *self.frames) for side in pair)
-        return [self.ids, self.positions, self.kept, *self.tables, *self.encoders, *pairs, *self.returned]
+        last = [] if self.last is None else [self.last]
+        return [self.ids, self.positions, self.kept, *self.tables, *self.encoders, *pairs, *self.returned, *last]
 
 
 @dataclass(frozen=True, slots=True)

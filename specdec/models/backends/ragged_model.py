@@ -109,9 +109,9 @@ AttentionMaskInterface.register(ATTENTION, lambda *_, **__: None)  # tables say 
 class _Text(Cache):  # type: ignore[misc]
     """The text's keys and values: writes where the table says, and returns the buffers."""
 
-    def __init__(self, buffers: Buffers, table: Tensor) -> None:
+    def __init__(self, buffers: Buffers, table: Tensor, last: Tensor | None) -> None:
         super().__init__(layers=[])
-        self.buffers, self._table = buffers, table
+        self.buffers, self._table, self.last = buffers, table, last
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -135,8 +135,10 @@ class RaggedModel(nn.Module):
     """A shallow copy of `language`'s model over our attention, and of a strict one over order-free activations.
 
     `widths` holds the heads of each layer and the head widths of its keys and values, `states` is the number of hidden
-    states; both are known after a first pass.
+    states; both are known after a first pass. `cuts`: the last layer computes `PassInputs.last` alone to its end.
     """
+
+    cuts = False
 
     def __init__(self, language: ModelSpec) -> None:
         super().__init__()
@@ -166,7 +168,7 @@ class RaggedModel(nn.Module):
 
     def output(self, given: PassInputs, layers: bool | Sequence[int] = False) -> tuple[Tensor, Sequence[Any]]:
         """Logits, and hidden states `[1, nodes, width]` of these layers; None of others."""
-        tables, text = given.tables, _Text(given.buffers, given.tables[0])
+        tables, text = given.tables, _Text(given.buffers, given.tables[0], given.last)
         inputs: dict[str, Any] = {
             "inputs_embeds" if self.reads_embeds else self.prefix + "input_ids": given.ids,
             self.prefix + "attention_mask": dict(zip(self.kinds, tables, strict=True)) if self.kinds else tables[0],

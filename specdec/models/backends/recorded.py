@@ -32,7 +32,8 @@ Place = tuple[int, int]
 
 
 class Sizes(NamedTuple):
-    """Sizes of a pass: new nodes, nodes with logits, rows and columns of the text's buffers and of the encoders'."""
+    """Sizes of a pass: new nodes, nodes with logits, rows and columns of the text's buffers and of the encoders', nodes
+    that the last layer computes to its end."""
 
     nodes: int
     kept: int
@@ -40,10 +41,11 @@ class Sizes(NamedTuple):
     columns: int
     encoders: int
     frames: int
+    last: int
 
 
-_FIRST, _SECOND = Sizes(5, 3, 4, 96, 8, 11), Sizes(7, 4, 6, 104, 9, 13)  # each size grows by another ratio
-_COMPARED = Sizes(1, 1, 3, 40, 2, 5)
+_FIRST, _SECOND = Sizes(5, 3, 4, 96, 8, 11, 4), Sizes(7, 4, 6, 104, 9, 13, 5)  # each size grows by another ratio
+_COMPARED = Sizes(1, 1, 3, 40, 2, 5, 1)
 
 
 class _Unrecordable(Exception):
@@ -155,7 +157,8 @@ def draft_chain(
     passes: Any, first: PassInputs, steps: StepInputs, rules: Sequence[ChainRule], embeddings: Tensor | None
 ) -> Chained:
     """Drafts chains: the first pass has inputs `first`; `embeddings` are those of a head (`PackedLinear.table`)."""
-    encoders = [table[:, :, first.kept] for table in first.encoders]
+    nodes = first.kept if first.last is None else first.last[first.kept]
+    encoders = [table[:, :, nodes] for table in first.encoders]
     others = [side for pair in (*first.buffers, *first.frames) for side in pair]
     given = first.tensors, steps.positions, steps.tables, encoders, others, list(map(_numbers, rules)), embeddings
     tokens, probabilities, scores = passes.draft_chain(*given)
@@ -177,7 +180,7 @@ def _numbers(rule: ChainRule) -> tuple[object, ...]:
 
 def example(model: RaggedModel, sizes: Sizes) -> PassInputs:
     """A pass over a chain of nodes in the first row, with logits of the first nodes."""
-    count, kept, rows, columns, encoders, frames = sizes
+    count, kept, rows, columns, encoders, frames, last = sizes
     place = torch.arange(count)
     table = torch.zeros(1, 1, count, 4 + _WORDS, dtype=torch.int32)
     table[..., 1], table[..., 3] = place, place + 1
@@ -192,7 +195,8 @@ def example(model: RaggedModel, sizes: Sizes) -> PassInputs:
         [cross] if has_encoder else [],
         [_pair(width, rows, columns, model.dtype) for width in model.widths],
         [_pair(width, encoders, frames, model.dtype) for width in model.widths] if has_encoder else [],
-        [place.clone() for _ in range(model.states)],
+        [place % last for _ in range(model.states)],
+        place[:last],
     )
 
 
@@ -200,7 +204,8 @@ def _measured(inputs: PassInputs) -> list[list[int]]:
     """The sizes that change: numbers of an input and of a dimension."""
     text = 3 + len(inputs.tables) + len(inputs.encoders)
     buffers = [text, text + 2 * len(inputs.buffers)][: 1 + bool(inputs.frames)]
-    return [[0, 1], [2, 0], *([number, dimension] for number in buffers for dimension in (0, 2))]
+    last = len(inputs.tensors) - 1
+    return [[0, 1], [2, 0], *([number, dimension] for number in buffers for dimension in (0, 2)), [last, 0]]
 
 
 def _pair(width: tuple[int, ...], rows: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
