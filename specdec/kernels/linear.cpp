@@ -176,6 +176,9 @@ template <class Kind, int R, int B>
 void add_columns(const Packed& packed, int64_t block, int64_t apart, int64_t begin, int64_t end,
                  Rows<typename Kind::Row> rows, float* sums, int64_t ahead, int64_t stride) {
   const Kind kind(packed);
+  // Integers alone have scales: compilers that do not know it move the sums of 12 rows of floats out of registers.
+  const auto scales = Kind::COLUMNS > 2 ? packed.scales : nullptr;
+  const auto mins = Kind::COLUMNS > 2 ? packed.mins : nullptr;
   auto chunk = packed.chunks + packed.offset<Kind>(block, begin);
   auto next = packed.offset<Kind>(apart, 0);
   for (int64_t first = begin; first < end; first += packed.group) {
@@ -184,7 +187,7 @@ void add_columns(const Packed& packed, int64_t block, int64_t apart, int64_t beg
     UNROLL for (int b = 0; b < B; b++)
       UNROLL for (int r = 0; r < R; r++)
         UNROLL for (int v = 0; v < VECTORS; v++)
-          sum[b][r][v] = packed.scales ? Floats{} : load<Floats>(sums + (b * BATCH + r) * BLOCK + v * LANES);
+          sum[b][r][v] = scales ? Floats{} : load<Floats>(sums + (b * BATCH + r) * BLOCK + v * LANES);
 
     for (int64_t column = first; column < last; column += Kind::COLUMNS, chunk += CHUNK, ahead += stride - CHUNK) {
       UNROLL for (int b = 0; b < B; b++) {
@@ -206,15 +209,15 @@ void add_columns(const Packed& packed, int64_t block, int64_t apart, int64_t beg
       auto at = ((block + b * apart) * packed.groups() + group) * BLOCK;
       Floats scale[VECTORS], min[VECTORS];
       UNROLL for (int v = 0; v < VECTORS; v++) {
-        if (packed.scales) scale[v] = floats(packed.scales + at + v * LANES);
-        if (packed.mins) min[v] = packed.min(at + v * LANES, scale[v]);
+        if (scales) scale[v] = floats(scales + at + v * LANES);
+        if (mins) min[v] = packed.min(at + v * LANES, scale[v]);
       }
       UNROLL for (int r = 0; r < R; r++)
         UNROLL for (int v = 0; v < VECTORS; v++) {
           auto to = sums + (b * BATCH + r) * BLOCK + v * LANES;
           auto total = sum[b][r][v];
-          if (packed.scales) total = fused(total, scale[v], load<Floats>(to));
-          if (packed.mins) total = fused(all(rows.in_group[r * packed.groups() + group]), min[v], total);
+          if (scales) total = fused(total, scale[v], load<Floats>(to));
+          if (mins) total = fused(all(rows.in_group[r * packed.groups() + group]), min[v], total);
           store(to, total);
         }
     }
