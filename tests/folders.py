@@ -38,12 +38,7 @@ def saved(name: str, folder: Path, **options: Any) -> str:
 
 
 def saved_gguf(
-    path: Path,
-    types: Sequence[str] = ("Q4_0", "Q4_1", "Q8_0"),
-    *,
-    tokens: bool = False,
-    split: int = 0,
-    **options: Any,
+    path: Path, types: Sequence[str] = ("Q4_0", "Q4_1", "Q8_0"), *, tokens: bool = False, split: int = 0, **options: Any
 ) -> str:
     """A tiny Llama in a GGUF file as llama.cpp would write it, its matrices in these types, one after the other.
 

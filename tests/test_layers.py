@@ -16,11 +16,7 @@ LAYERS = [
     *("pipelines", "integrations", "bench", "server", "batch", "cli"),
 ]
 # Programs do not import each other, nor do strategies import models: what stands here does not import what follows.
-APART = {
-    "decoding": {"models"},
-    "server": {"bench"},
-    "batch": {"bench"},
-}
+APART = {"decoding": {"models"}, "server": {"bench"}, "batch": {"bench"}}
 MODULES = {
     ".".join(("specdec", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__"): path
     for path in sorted(ROOT.rglob("*.py"))

@@ -102,10 +102,7 @@ PACES = [  # the times that a clock shows, what was done by then of how much; th
             for share, left in ((60, "1:00"), (70, "1:00"), (44, "1:40"), (17, "1:40"))
         ],
     ),
-    (
-        [(1, 10, 10), (31, 40, 70), (61, 70, 90)],
-        ["57%, about 0:30 left: it", "78%, about 0:20 left: it"],
-    ),
+    ([(1, 10, 10), (31, 40, 70), (61, 70, 90)], ["57%, about 0:30 left: it", "78%, about 0:20 left: it"]),
 ]
 
 

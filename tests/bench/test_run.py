@@ -138,8 +138,7 @@ def test_a_liar_is_found(folders: tuple[str, str], measured: Any, monkeypatch: p
 
 
 @pytest.mark.parametrize(
-    ("exactness", "told"),
-    [("exact", "near-ties"), ("row-dependent", "4 part where the target is row-dependent")],
+    ("exactness", "told"), [("exact", "near-ties"), ("row-dependent", "4 part where the target is row-dependent")]
 )
 def test_what_may_differ(exactness: str, told: str, measured: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Near-ties where asked, and texts of a target that is row-dependent, are counted and shown: no mismatch."""

@@ -70,12 +70,7 @@ def theirs(model, config, prompt, *, padding=0) -> StockList:
 
 def ours(config, prompt, *, padding=0, **more) -> Processors:
     return build_processors(
-        config,
-        prompt_length=prompt.shape[1],
-        padding=padding,
-        eos_ids=EOS,
-        encoder_ids=prompt[:, padding:],
-        **more,
+        config, prompt_length=prompt.shape[1], padding=padding, eos_ids=EOS, encoder_ids=prompt[:, padding:], **more
     )
 
 

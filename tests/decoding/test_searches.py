@@ -8,13 +8,7 @@ import torch
 from torch import Tensor
 from transformers import TextIteratorStreamer
 
-from specdec import (
-    DisjunctiveConstraint,
-    LanguageModel,
-    OptionError,
-    PhrasalConstraint,
-    SpecGenerator,
-)
+from specdec import DisjunctiveConstraint, LanguageModel, OptionError, PhrasalConstraint, SpecGenerator
 from tests.matrix import endless
 from tests.oracle import contrastive
 from tests.test_exact import prompt_for

@@ -106,11 +106,7 @@ def test_rows_of_one_source_read_it_once() -> None:
     early = Text([4, 4, 4], 9, task=theirs)
     follow(session.proposer, early, one(session, early), 2, 8)
     text = list(range(20))
-    rows = [
-        early,
-        *(Text(list(text), k, task=ours) for k in range(3)),
-        Text([*text[:9], 7], 3, task=ours),
-    ]
+    rows = [early, *(Text(list(text), k, task=ours) for k in range(3)), Text([*text[:9], 7], 3, task=ours)]
     before = sum(map(sum, model.fed))
     for _ in range(3):
         trees = session.propose(rows, [FakeBudget(2)] * len(rows))

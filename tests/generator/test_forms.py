@@ -222,8 +222,7 @@ def test_wrong_forms(name: str) -> None:
 
 @pytest.mark.parametrize("draft", DRAFTS)
 @pytest.mark.parametrize(
-    "form",
-    [{"guided_regex": "(a{1000}){1000}"}, {"guided_grammar": "start: start"}, {"guided_json": {"$ref": "#"}}],
+    "form", [{"guided_regex": "(a{1000}){1000}"}, {"guided_grammar": "start: start"}, {"guided_json": {"$ref": "#"}}]
 )
 def test_forms_that_no_text_can_follow(form: dict[str, Any], draft: str) -> None:
     """An expression beyond llguidance's bounds, a rule of itself alone. (The text ended, as if it were complete.)"""

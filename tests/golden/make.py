@@ -117,12 +117,7 @@ def _run(model: Any, case: dict[str, Any], strategy: str) -> dict[str, Any]:
     if model.config.is_encoder_decoder:
         model.prepare_inputs_for_generation = partial(_masked, model)
     out = model.generate(
-        **inputs,
-        **kwargs,
-        stopping_criteria=[watch],
-        do_sample=False,
-        return_dict_in_generate=True,
-        output_scores=True,
+        **inputs, **kwargs, stopping_criteria=[watch], do_sample=False, return_dict_in_generate=True, output_scores=True
     )
     start = inputs["input_ids"].shape[1]  # where generated tokens begin
     if model.config.is_encoder_decoder:

@@ -12,10 +12,7 @@ from transformers.models.nllb_moe import NllbMoeConfig, NllbMoeForConditionalGen
 from transformers.models.pix2struct import Pix2StructConfig, Pix2StructForConditionalGeneration
 from transformers.models.speech_encoder_decoder import SpeechEncoderDecoderConfig, SpeechEncoderDecoderModel
 from transformers.models.speech_to_text import Speech2TextConfig, Speech2TextForConditionalGeneration
-from transformers.models.switch_transformers import (
-    SwitchTransformersConfig,
-    SwitchTransformersForConditionalGeneration,
-)
+from transformers.models.switch_transformers import SwitchTransformersConfig, SwitchTransformersForConditionalGeneration
 from transformers.models.udop import UdopConfig, UdopForConditionalGeneration
 
 IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}

@@ -66,9 +66,7 @@ def test_packed_passes_write_the_same(name: str) -> None:
 
 @torch.no_grad()
 @in_pairs(
-    name=["llama", "gpt2", "t5", "whisper", "qwen2", "bart"],
-    tied=[True, False],
-    dtype=[torch.float32, torch.bfloat16],
+    name=["llama", "gpt2", "t5", "whisper", "qwen2", "bart"], tied=[True, False], dtype=[torch.float32, torch.bfloat16]
 )
 def test_loaded_models_hold_their_weights_once(name: str, tied: bool, dtype: torch.dtype, tmp_path: Path) -> None:
     """In place of the layers, and an embedding reads the head's copy."""
@@ -146,9 +144,7 @@ def test_auto_measures_once(
 @torch.no_grad()
 @pytest.mark.usefixtures("built")
 @in_pairs(
-    name=["llama", "t5", "whisper", "gpt2", "gemma2"],
-    tied=[True, False],
-    quantization=["int8-weight", "int4-weight"],
+    name=["llama", "t5", "whisper", "gpt2", "gemma2"], tied=[True, False], quantization=["int8-weight", "int4-weight"]
 )
 def test_heads_of_quantized_models(name: str, tied: bool, quantization: str, tmp_path: Path) -> None:
     """They are held in eight bits, and tied embeddings are rows of the very same numbers, in the model's dtype."""

@@ -27,10 +27,7 @@ from tests.folders import saved, saved_gguf
 from tests.models.test_packed_folder import check_same
 from tests.quantized import AWQ, GPTQ, saved_quantized
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore"),
-    pytest.mark.skipif(not kernels.available(), reason="needs kernels"),
-]
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.skipif(not kernels.available(), reason="needs kernels")]
 EIGHT = {"quantization": "int8-weight"}
 INFO = pytest.mark.usefixtures("info")
 

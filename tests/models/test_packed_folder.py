@@ -18,10 +18,7 @@ from tests.matrix import endless
 from tests.quantized import AWQ, GPTQ, saved_quantized
 from tests.test_exact import prompt_for, reference
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore"),
-    pytest.mark.skipif(not kernels.available(), reason="needs kernels"),
-]
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.skipif(not kernels.available(), reason="needs kernels")]
 OPTIONS = endless(8)
 
 

@@ -15,16 +15,7 @@ import pytest
 import uvicorn
 
 from specdec.server import http as server_module
-from tests.server.served import (
-    events,
-    facts_of,
-    listening,
-    speech_model,
-    state_of,
-    text_model,
-    turns_of,
-    until,
-)
+from tests.server.served import events, facts_of, listening, speech_model, state_of, text_model, turns_of, until
 
 GET = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n"
 LONG = {"prompt": "abab", "max_tokens": 100, "seed": 1, "ignore_eos": True, "n": 4, "logprobs": 5}

@@ -240,10 +240,7 @@ async def test_a_client_that_leaves_ends_the_work(model: Any) -> None:
 
 async def test_the_server_ends(model: Any) -> None:
     """And closes its sessions, as services do that restart."""
-    async with (
-        listening(model) as (server, http),
-        connect(str(http.base_url).replace("http", "ws") + PATH) as socket,
-    ):
+    async with listening(model) as (server, http), connect(str(http.base_url).replace("http", "ws") + PATH) as socket:
         server.should_exit = True
         await socket.wait_closed()
         assert socket.close_code == 1012

@@ -15,11 +15,7 @@ from tests.heads import IDS, RUN, Proposals, eagle_folder, target
 
 FIRST = [(7 * i) % 50 + 5 for i in range(40)]
 DRAFTING: dict[str, Any] = {**RUN, "schedule": "constant", "num_assistant_tokens": 3}
-KINDS = [
-    "eagle",
-    "mtp",
-    *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("dflash", "gemma4")),
-]
+KINDS = ["eagle", "mtp", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("dflash", "gemma4"))]
 
 
 WAYS: dict[str, dict[str, Any]] = {
