@@ -84,16 +84,13 @@ def saved_gguf(
 def _gguf_keys(config: Any) -> dict[str, int | float]:
     """What a file says of the shape of a model."""
     return {
-        "block_count": config.num_hidden_layers,
-        "embedding_length": config.hidden_size,
-        "context_length": config.max_position_embeddings,
-        "attention.head_count": config.num_attention_heads,
-        "feed_forward_length": config.intermediate_size,
-        "attention.head_count_kv": config.num_key_value_heads,
+        "block_count": config.num_hidden_layers, "embedding_length": config.hidden_size,
+        "context_length": config.max_position_embeddings, "attention.head_count": config.num_attention_heads,
+        "feed_forward_length": config.intermediate_size, "attention.head_count_kv": config.num_key_value_heads,
         "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
         "rope.freq_base": float(config.rope_parameters["rope_theta"]),
         "rope.dimension_count": config.hidden_size // config.num_attention_heads,
-    }
+    }  # fmt: skip
 
 
 def some_q6_k(shape: tuple[int, ...]) -> Any:

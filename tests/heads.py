@@ -108,13 +108,10 @@ def _weights(config: dict[str, Any], generator: torch.Generator) -> dict[str, Te
             f"{name}self_attn.q_proj.weight": (heads * width, read),
             f"{name}self_attn.k_proj.weight": (kept * width, read),
             f"{name}self_attn.v_proj.weight": (kept * width, read),
-            f"{name}self_attn.o_proj.weight": (hidden, heads * width),
-            f"{name}mlp.gate_proj.weight": (inner, hidden),
-            f"{name}mlp.up_proj.weight": (inner, hidden),
-            f"{name}mlp.down_proj.weight": (hidden, inner),
-            f"{name}input_layernorm.weight": (hidden,),
-            f"{name}post_attention_layernorm.weight": (hidden,),
-        }
+            f"{name}self_attn.o_proj.weight": (hidden, heads * width), f"{name}mlp.gate_proj.weight": (inner, hidden),
+            f"{name}mlp.up_proj.weight": (inner, hidden), f"{name}mlp.down_proj.weight": (hidden, inner),
+            f"{name}input_layernorm.weight": (hidden,), f"{name}post_attention_layernorm.weight": (hidden,),
+        }  # fmt: skip
         if c["model_type"] == "qwen3":
             shapes |= {f"{name}self_attn.{part}_norm.weight": (width,) for part in "qk"}
     shapes["layers.0.hidden_norm.weight"] = (hidden,)
@@ -142,14 +139,10 @@ def native(folder: Path, made: Path, **fields: Any) -> Path:
     read = [layer - 1 for layer in config["eagle_aux_hidden_state_layer_ids"]]
     inner = {name: value for name, value in config["transformer_layer_config"].items() if name != "use_sliding_window"}
     given = {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        **inner,
-        "draft_vocab_size": config["draft_vocab_size"],
+        "architectures": ["LlamaForCausalLMEagle3"], **inner, "draft_vocab_size": config["draft_vocab_size"],
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": read, "use_aux_hidden_state": True},
-        "torch_dtype": "float32",
-        "tie_word_embeddings": False,
-        **fields,
-    }
+        "torch_dtype": "float32", "tie_word_embeddings": False, **fields,
+    }  # fmt: skip
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({name: value for name, value in given.items() if value is not None}))
     del weights["embed_tokens.weight"]
@@ -277,15 +270,10 @@ def dflash_folder(folder: Path, target: Any, *, seed: int = 0, **given: Any) -> 
     layers = {"model_type": "qwen3", **SIZES}
     layers |= {name: given.pop(name) for name in [*given] if name in {"layer_types", "sliding_window"}}
     config = {
-        "architectures": ["DFlashSpeculator"],
-        "speculators_model_type": "dflash",
-        "draft_vocab_size": 64,
-        "block_size": 5,
-        "mask_token_id": 63,
-        "aux_hidden_state_layer_ids": READS,
-        "transformer_layer_config": {**layers, "use_sliding_window": "sliding_window" in layers},
-        **given,
-    }
+        "architectures": ["DFlashSpeculator"], "speculators_model_type": "dflash", "draft_vocab_size": 64,
+        "block_size": 5, "mask_token_id": 63, "aux_hidden_state_layer_ids": READS,
+        "transformer_layer_config": {**layers, "use_sliding_window": "sliding_window" in layers}, **given,
+    }  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     reads = config["aux_hidden_state_layer_ids"]

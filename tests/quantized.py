@@ -29,14 +29,11 @@ AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm",
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": True, "checkpoint_format": "gptq"}
 FP8 = {"quant_method": "fp8", "weight_block_size": [64, 32], "activation_scheme": "dynamic"}
 SCHEMES: dict[str, dict[str, Any]] = {
-    "awq": AWQ,
-    "gptq": GPTQ,
-    "gptq in 8 bits": {**GPTQ, "bits": 8, "checkpoint_format": "gptq_v2", "desc_act": False},
+    "awq": AWQ, "gptq": GPTQ, "gptq in 8 bits": {**GPTQ, "bits": 8, "checkpoint_format": "gptq_v2", "desc_act": False},
     "pack-quantized": compressed("pack-quantized"),
-    "int-quantized": compressed("int-quantized", num_bits=8, strategy="channel", symmetric=True),
-    "fp8 in blocks": FP8,
+    "int-quantized": compressed("int-quantized", num_bits=8, strategy="channel", symmetric=True), "fp8 in blocks": FP8,
     "fp8": {**FP8, "weight_block_size": None},
-}
+}  # fmt: skip
 
 
 def words(values: Tensor, bits: int) -> Tensor:

@@ -19,21 +19,14 @@ _IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_
 _LARGEST = 20_000_000  # parameters
 # What a field's name says -> the most that a tiny model has of it; the first that matches counts
 _MOST: tuple[tuple[str, int], ...] = (
-    (r"vocab_size", VOCABULARY),
-    (r"(kv|key_value)_(heads|groups)$", 2),
-    (r"(heads|n_head)$", 4),
-    (r"(^|_)(n_layers?|layers|depth)$", 2),
-    (r"(head_dim|d_kv|dim_head|head_size)$", 8),
+    (r"vocab_size", VOCABULARY), (r"(kv|key_value)_(heads|groups)$", 2), (r"(heads|n_head)$", 4),
+    (r"(^|_)(n_layers?|layers|depth)$", 2), (r"(head_dim|d_kv|dim_head|head_size)$", 8),
     (r"(ffn_dim|intermediate_size|d_ff|mlp_dim|ffn_hidden_size)$", 48),
     (r"(hidden_size|d_model|n_embd|dim|emb_dim|embed_dim|embedding_size|projection_dim|width)$", 32),
-    (r"lora_rank$", 16),
-    (r"experts$", 4),
-    (r"(experts_per_tok|moe_topk|moe_k|n_group)$", 2),
-    (r"topk_group$", 1),
-    (r"(base_channels|_channels)$", 32),
-    (r"(positions|position_embeddings|max_seq_len|block_size)$", 512),
+    (r"lora_rank$", 16), (r"experts$", 4), (r"(experts_per_tok|moe_topk|moe_k|n_group)$", 2), (r"topk_group$", 1),
+    (r"(base_channels|_channels)$", 32), (r"(positions|position_embeddings|max_seq_len|block_size)$", 512),
     (r"(sliding_window|attention_chunk_size)$", WINDOW),
-)
+)  # fmt: skip
 
 _AXES = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}
 _WITHOUT_HEADS = ("hunyuan_v1_dense", "hunyuan_v1_moe", "hunyuan_vl_text", "hunyuan_vl", "ministral", "nemotron")

@@ -36,22 +36,15 @@ def settings(tokenizer: WhisperTokenizer, **more: Any) -> GenerationConfig:
     word = tokenizer.convert_tokens_to_ids
     end = word(SPECIALS[0])
     common = {
-        "bos_token_id": end,
-        "eos_token_id": end,
-        "pad_token_id": end,
-        "decoder_start_token_id": word("<|startoftranscript|>"),
-        "prev_sot_token_id": word("<|startofprev|>"),
-        "no_timestamps_token_id": word("<|notimestamps|>"),
-        "is_multilingual": True,
+        "bos_token_id": end, "eos_token_id": end, "pad_token_id": end,
+        "decoder_start_token_id": word("<|startoftranscript|>"), "prev_sot_token_id": word("<|startofprev|>"),
+        "no_timestamps_token_id": word("<|notimestamps|>"), "is_multilingual": True,
         "lang_to_id": {token: word(token) for token in ("<|en|>", "<|de|>")},
         "task_to_id": {task: word(f"<|{task}|>") for task in ("transcribe", "translate")},
-        "suppress_tokens": [5, 6, word("<|startoflm|>"), word("<|nospeech|>")],
-        "begin_suppress_tokens": [end],
-        "alignment_heads": [[0, 1], [1, 0], [1, 3]],
-        "return_timestamps": False,
-        "max_initial_timestamp_index": 25,
+        "suppress_tokens": [5, 6, word("<|startoflm|>"), word("<|nospeech|>")], "begin_suppress_tokens": [end],
+        "alignment_heads": [[0, 1], [1, 0], [1, 3]], "return_timestamps": False, "max_initial_timestamp_index": 25,
         "max_length": 48,
-    }
+    }  # fmt: skip
     return GenerationConfig(**{**common, **more})
 
 

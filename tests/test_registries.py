@@ -94,14 +94,11 @@ def test_prompt_lookup_drafts_as_much_as_it_says() -> None:
 @pytest.mark.parametrize(
     ("given", "trees", "most"),
     [
-        ({}, True, 32),
-        ({}, False, 1),
-        ({"num_beams": 2}, True, 1),
-        ({"do_sample": True, "sampling": "block"}, True, 1),
-        ({"num_assistant_branches": 3}, False, 3),
+        ({}, True, 32), ({}, False, 1), ({"num_beams": 2}, True, 1),
+        ({"do_sample": True, "sampling": "block"}, True, 1), ({"num_assistant_branches": 3}, False, 3),
         ({"num_assistant_tokens": 512}, True, 2),
     ],
-)
+)  # fmt: skip
 def test_where_the_cost_rule_may_take_trees(given: dict[str, Any], trees: bool, most: int) -> None:
     """Not of beams, not where they are drawn node by node, not where the target cannot verify them in one pass."""
     schedule = make_schedule(resolve({"schedule": "cost", **given}), trees=trees)

@@ -309,19 +309,13 @@ def test_flags_win_over_the_file(flags: dict[str, Any], file: str, expected: dic
 
 
 SPELLED = [
-    ({}, "", "suffix"),
-    ({"draft": "d"}, "", "d"),
-    ({}, "draft: d", "d"),
-    ({"draft": "none"}, "draft: d", "none"),
-    ({}, "draft: none", "none"),
-    ({"draft": "d"}, "draft: ngram", "d"),
-    ({}, "draft: ngram+d", "ngram+d"),
-    ({"draft": "early_exit:2"}, "", "early_exit:2"),
-    ({"set_": ["prompt_lookup_num_tokens=3"]}, "draft: d", None),
+    ({}, "", "suffix"), ({"draft": "d"}, "", "d"), ({}, "draft: d", "d"), ({"draft": "none"}, "draft: d", "none"),
+    ({}, "draft: none", "none"), ({"draft": "d"}, "draft: ngram", "d"), ({}, "draft: ngram+d", "ngram+d"),
+    ({"draft": "early_exit:2"}, "", "early_exit:2"), ({"set_": ["prompt_lookup_num_tokens=3"]}, "draft: d", None),
     ({"target": "zoo:python-code"}, "", "zoo:python-code"),
     ({"target": "zoo:python-code", "draft": "suffix+d"}, "", "suffix+d"),
     ({"target": "zoo:python-code"}, "draft: none", "none"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("flags", "file", "expected"), SPELLED)

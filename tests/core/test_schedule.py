@@ -296,12 +296,9 @@ def test_chains_of_a_batch_end_together() -> None:
 def test_a_pass_over_no_nodes_is_never_less_than_free() -> None:
     """Rounding made it so where the seconds grow faster than the nodes, and the budget of a batch its logarithm."""
     line = LinearFit(
-        weight=6.731591374218749,
-        nodes=17.220557748437496,
-        seconds=0.1481613565085003,
-        squares=47.613240496874994,
+        weight=6.731591374218749, nodes=17.220557748437496, seconds=0.1481613565085003, squares=47.613240496874994,
         products=0.4753102562585435,
-    )
+    )  # fmt: skip
     assert line.at(0) == 0
     passes = LinearFit().add(3, 1.0).add(6, 1.01).add(3, 1.0)
     plain = LinearFit().add(3, 1.0).add(3, 1.0).add(3, 1.0)

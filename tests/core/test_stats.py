@@ -6,18 +6,10 @@ from specdec.core.stats import Stats
 def test_print_shows_the_table() -> None:
     """It was one line of forty fields."""
     stats = Stats(
-        num_new_tokens=40,
-        num_target_passes=10,
-        num_spec_steps=9,
-        num_draft_tokens=60,
-        num_accepted_draft_tokens=30,
-        per_step_accepted=(3, 3, 3, 3, 3, 3, 4, 4, 4),
-        seconds=2.0,
-        draft_seconds=0.5,
-        verify_seconds=1.5,
-        finish_reasons=("length",),
-        settings={"schedule": "auto"},
-    )
+        num_new_tokens=40, num_target_passes=10, num_spec_steps=9, num_draft_tokens=60, num_accepted_draft_tokens=30,
+        per_step_accepted=(3, 3, 3, 3, 3, 3, 4, 4, 4), seconds=2.0, draft_seconds=0.5, verify_seconds=1.5,
+        finish_reasons=("length",), settings={"schedule": "auto"},
+    )  # fmt: skip
     lines = [line.split() for line in str(stats).splitlines()]
     assert lines[:2] == [["new", "tokens", "40"], ["ended", "by", "length"]]
     assert lines[2] == ["tokens", "per", "second", "20.0", "in", "2.00", "s"]

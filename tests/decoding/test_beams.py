@@ -20,12 +20,9 @@ from tests.tiny import tiny
 VOCAB = 64
 MODELS = ["llama", "gpt2", "gemma2", "bloom", "mistral", "opt", "t5", "bart", "whisper"]
 PROCESSORS: list[dict[str, Any]] = [
-    {},
-    {"no_repeat_ngram_size": 2},
-    {"repetition_penalty": 1.5},
-    {"min_new_tokens": 4},
+    {}, {"no_repeat_ngram_size": 2}, {"repetition_penalty": 1.5}, {"min_new_tokens": 4},
     {"bad_words_ids": [[8], [10, 12]]},
-]
+]  # fmt: skip
 
 
 def cases(seed: int, count: int) -> list[dict[str, Any]]:

@@ -29,14 +29,10 @@ def logits_of(rows: int, seed: int, dtype: torch.dtype, scale: float = 3.0) -> T
 
 
 @given(
-    texts=TEXTS,
-    seed=st.integers(0, 999),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
-    begin=st.integers(0, 4),
-    most=st.sampled_from([None, 0, 3, 50]),
-    by_probability=st.booleans(),
+    texts=TEXTS, seed=st.integers(0, 999), dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    begin=st.integers(0, 4), most=st.sampled_from([None, 0, 3, 50]), by_probability=st.booleans(),
     scale=st.sampled_from([0.0, 0.3, 3.0]),
-)
+)  # fmt: skip
 def test_timestamps(texts, seed, dtype, begin, most, by_probability, scale) -> None:
     """Whatever the order of timestamps and their probability, ties among them included."""
     ids, logits = torch.tensor(texts), logits_of(len(texts), seed, dtype, scale)
@@ -52,12 +48,9 @@ def test_timestamps(texts, seed, dtype, begin, most, by_probability, scale) -> N
 
 
 @given(
-    length=st.integers(1, 8),
-    tokens=st.lists(st.integers(-1, VOCAB + 2), max_size=30),
-    seed=st.integers(0, 99),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
-    least=st.integers(0, 6),
-)
+    length=st.integers(1, 8), tokens=st.lists(st.integers(-1, VOCAB + 2), max_size=30), seed=st.integers(0, 99),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]), least=st.integers(0, 6),
+)  # fmt: skip
 def test_suppressed_tokens(length, tokens, seed, dtype, least) -> None:
     """Never, at the begin, or before a least length; ids that the vocabulary lacks do nothing."""
     ids, logits = torch.ones(2, length, dtype=torch.long), logits_of(2, seed, dtype)

@@ -15,30 +15,13 @@ from tests.versions import wrong_before
 VOCAB, EOS = 40, [2, 7]
 
 FIELDS = {
-    "sequence_bias": [[[5], 2.0], [[6, 9], -3.0]],
-    "encoder_repetition_penalty": 1.3,
-    "repetition_penalty": 1.4,
-    "no_repeat_ngram_size": 2,
-    "encoder_no_repeat_ngram_size": 2,
-    "bad_words_ids": [[3], [4, 8], [2]],
-    "min_length": 9,
-    "min_new_tokens": 3,
-    "forced_bos_token_id": 11,
-    "forced_eos_token_id": 2,
-    "remove_invalid_values": True,
-    "exponential_decay_length_penalty": (1, 1.2),
-    "suppress_tokens": [1, 12],
-    "begin_suppress_tokens": [13, 14],
-    "temperature": 0.6,
-    "top_h": 0.7,
-    "top_k": 9,
-    "top_p": 0.8,
-    "min_p": 0.1,
-    "typical_p": 0.7,
-    "epsilon_cutoff": 0.02,
-    "eta_cutoff": 0.03,
-    "renormalize_logits": True,
-}
+    "sequence_bias": [[[5], 2.0], [[6, 9], -3.0]], "encoder_repetition_penalty": 1.3, "repetition_penalty": 1.4,
+    "no_repeat_ngram_size": 2, "encoder_no_repeat_ngram_size": 2, "bad_words_ids": [[3], [4, 8], [2]], "min_length": 9,
+    "min_new_tokens": 3, "forced_bos_token_id": 11, "forced_eos_token_id": 2, "remove_invalid_values": True,
+    "exponential_decay_length_penalty": (1, 1.2), "suppress_tokens": [1, 12], "begin_suppress_tokens": [13, 14],
+    "temperature": 0.6, "top_h": 0.7, "top_k": 9, "top_p": 0.8, "min_p": 0.1, "typical_p": 0.7, "epsilon_cutoff": 0.02,
+    "eta_cutoff": 0.03, "renormalize_logits": True,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -59,13 +42,10 @@ def theirs(model, config, prompt, *, padding=0) -> StockList:
     mask = torch.ones_like(prompt)
     mask[:, :padding] = 0
     return model._get_logits_processor(
-        config,
-        input_ids_seq_length=prompt.shape[1],
-        encoder_input_ids=prompt[:, padding:],
-        prefix_allowed_tokens_fn=None,
-        logits_processor=StockList(),
+        config, input_ids_seq_length=prompt.shape[1], encoder_input_ids=prompt[:, padding:],
+        prefix_allowed_tokens_fn=None, logits_processor=StockList(),
         model_kwargs={"attention_mask": mask},
-    )
+    )  # fmt: skip
 
 
 def ours(config, prompt, *, padding=0, **more) -> Processors:

@@ -275,14 +275,10 @@ class Requests(RuleBasedStateMachine):
         self.live.append((asked, call, error))
 
     @rule(
-        strategy=st.sampled_from(sorted(CALLS)),
-        draft=st.sampled_from(DRAFTS),
-        length=st.sampled_from([1, 3, 9, LONG, LONG]),
-        rows=st.sampled_from([1, 1, 2]),
-        new=st.sampled_from([1, 4, 9]),
-        chunked=st.booleans(),
-        seed=st.integers(0, 3),
-    )
+        strategy=st.sampled_from(sorted(CALLS)), draft=st.sampled_from(DRAFTS),
+        length=st.sampled_from([1, 3, 9, LONG, LONG]), rows=st.sampled_from([1, 1, 2]), new=st.sampled_from([1, 4, 9]),
+        chunked=st.booleans(), seed=st.integers(0, 3),
+    )  # fmt: skip
     def joins(self, **asked: Any) -> None:
         """A request of any kind."""
         self.submit(possible(self.name, Asked(**asked)))
@@ -385,12 +381,7 @@ class Requests(RuleBasedStateMachine):
 )
 def test_schedules(name: str, examples: int, steps: int) -> None:
     how = settings(
-        max_examples=examples,
-        stateful_step_count=steps,
-        derandomize=True,
-        database=None,
-        deadline=None,
-        suppress_health_check=list(HealthCheck),
-        phases=[Phase.generate],
-    )
+        max_examples=examples, stateful_step_count=steps, derandomize=True, database=None, deadline=None,
+        suppress_health_check=list(HealthCheck), phases=[Phase.generate],
+    )  # fmt: skip
     run_state_machine_as_test(type(f"Requests_{name}", (Requests,), {"name": name}), settings=how)

@@ -132,20 +132,14 @@ def test_wrong_options(generator: SpecGenerator, options: dict[str, Any], messag
 
 
 HARMLESS: list[dict[str, Any]] = [
-    {"temperature": 0},
-    {"temperature": 1.0, "top_p": 1.0, "top_k": 50, "min_p": 0.0, "typical_p": 1.0},
+    {"temperature": 0}, {"temperature": 1.0, "top_p": 1.0, "top_k": 50, "min_p": 0.0, "typical_p": 1.0},
     {"do_sample": True, "temperature": 0.0, "top_p": 0.9, "sampling": "rejection"},
-    {"generation_config": GenerationConfig(temperature=0.7, do_sample=False)},
-    {"seed": 7},
-    {"seed": torch.tensor([7])},
-    {"seed": np.int64(7)},
-    {"num_return_sequences": 1},
-    {"min_length": 6, "max_new_tokens": 3},
-    {"eos_token_id": torch.tensor([2, 3])},
-    {"suppress_tokens": np.array([4, 5])},
+    {"generation_config": GenerationConfig(temperature=0.7, do_sample=False)}, {"seed": 7}, {"seed": torch.tensor([7])},
+    {"seed": np.int64(7)}, {"num_return_sequences": 1}, {"min_length": 6, "max_new_tokens": 3},
+    {"eos_token_id": torch.tensor([2, 3])}, {"suppress_tokens": np.array([4, 5])},
     {"bad_words_ids": [[np.int64(4)], (5, 6)]},
     {"generation_config": GenerationConfig(num_assistant_tokens_schedule="heuristic_transient")},
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("options", HARMLESS, ids=lambda v: str(v)[:60])

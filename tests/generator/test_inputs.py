@@ -179,17 +179,11 @@ def embedded(model: Any, ids: torch.Tensor = IDS[:1]) -> torch.Tensor:
 
 
 EMBEDDED_OPTIONS: list[dict[str, Any]] = [
-    {},
-    {"repetition_penalty": 1.5},
-    {"no_repeat_ngram_size": 1},
-    {"forced_bos_token_id": 7},
-    {"forced_eos_token_id": 3},
-    {"max_new_tokens": None, "max_length": 14},
-    {"max_new_tokens": None},
-    {"min_length": 12, "eos_token_id": 2},
-    {"min_new_tokens": 9, "eos_token_id": 2},
+    {}, {"repetition_penalty": 1.5}, {"no_repeat_ngram_size": 1}, {"forced_bos_token_id": 7},
+    {"forced_eos_token_id": 3}, {"max_new_tokens": None, "max_length": 14}, {"max_new_tokens": None},
+    {"min_length": 12, "eos_token_id": 2}, {"min_new_tokens": 9, "eos_token_id": 2},
     {"guidance_scale": 1.6, "negative_prompt_ids": torch.tensor([[4, 9]])},
-]
+]  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore:Passing", "ignore:Using the model-agnostic default")
@@ -289,15 +283,12 @@ def test_negative_prompts_of_several_answers() -> None:
 
 
 SPELLINGS = {
-    "lists": IDS.tolist(),
-    "array": IDS.numpy(),
-    "list of tensors": list(IDS),
-    "list of arrays": list(IDS.numpy()),
+    "lists": IDS.tolist(), "array": IDS.numpy(), "list of tensors": list(IDS), "list of arrays": list(IDS.numpy()),
     "numpy ids": [[np.int64(i) for i in row] for row in IDS.tolist()],
     "encoding": BatchEncoding({"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}),
     "encoding of lists": BatchEncoding({"input_ids": IDS.tolist(), "attention_mask": [[1] * 6] * 2}),
     "dict": {"input_ids": IDS},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("prompt", SPELLINGS.values(), ids=SPELLINGS)

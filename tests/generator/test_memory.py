@@ -129,15 +129,12 @@ def test_more_files_than_fit_warn(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("memory", "words"),
     [
-        (-1, "a number of bytes"),
-        ([], "files and folders"),
-        ([3, "a"], "files and folders"),
-        (1.5, "files and folders"),
-        ("missing", "missing has no text in UTF-8 \\(No such file"),
+        (-1, "a number of bytes"), ([], "files and folders"), ([3, "a"], "files and folders"),
+        (1.5, "files and folders"), ("missing", "missing has no text in UTF-8 \\(No such file"),
         (__file__, "pass draft='suffix'"),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_bad_memories_are_told(memory: Any, words: str) -> None:
     """The error names the argument, and what can be passed; files without a draft that copies are refused."""
     with pytest.raises(OptionError, match=words):

@@ -58,13 +58,10 @@ def word_piece() -> PreTrainedTokenizerFast:
 @cache
 def kinds() -> dict[str, Any]:
     return {
-        "prefix": sentencepiece(prefix=True),
-        "no prefix": sentencepiece(prefix=False),
-        "bytes alone": sentencepiece(prefix=True, words=False),
-        "byte level": byte_level(),
-        "word piece": word_piece(),
+        "prefix": sentencepiece(prefix=True), "no prefix": sentencepiece(prefix=False),
+        "bytes alone": sentencepiece(prefix=True, words=False), "byte level": byte_level(), "word piece": word_piece(),
         "byt5": ByT5Tokenizer(),
-    }
+    }  # fmt: skip
 
 
 KINDS = ("prefix", "no prefix", "bytes alone", "byte level", "word piece", "byt5")

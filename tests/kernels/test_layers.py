@@ -14,12 +14,9 @@ from specdec.models.backends.ragged_model import Sigmoid, Tanh
 pytestmark = pytest.mark.usefixtures("built")
 DTYPES = (torch.float32, torch.bfloat16)
 ACTIVATIONS: dict[str, Any] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "sigmoid": Sigmoid(1.702),
-    "tanh": Tanh(),
-}
+    "silu": F.silu, "gelu": F.gelu, "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "sigmoid": Sigmoid(1.702), "tanh": Tanh(),
+}  # fmt: skip
 
 
 def linear(weight: Tensor) -> tuple[Any, Any]:

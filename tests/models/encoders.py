@@ -143,13 +143,7 @@ def nllb_moe() -> Made:
 
 
 MADE: dict[str, Callable[[], Made]] = {
-    "moonshine": moonshine,
-    "speech_to_text": speech_to_text,
-    "speech_composite": speech_composite,
-    "led": led,
-    "pix2struct": pix2struct,
-    "florence2": florence2,
-    "udop": udop,
-    "switch_transformers": switch_transformers,
+    "moonshine": moonshine, "speech_to_text": speech_to_text, "speech_composite": speech_composite, "led": led,
+    "pix2struct": pix2struct, "florence2": florence2, "udop": udop, "switch_transformers": switch_transformers,
     "nllb_moe": nllb_moe,
-}
+}  # fmt: skip

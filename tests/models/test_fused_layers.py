@@ -22,14 +22,10 @@ from tests.tiny import built, tiny
 pytestmark = pytest.mark.usefixtures("built")
 WHOLE = ("llama", "qwen2", "qwen3", "mistral", "phi3", "gemma", "gemma2", "gemma3_text", "granite")
 PARTS = {
-    "olmo2": {"_Attention": 2, "_Gated": 2, "_Norm": 9},
-    "mixtral": {"_Attention": 2, "_Norm": 5},
-    "qwen3_moe": {"_Attention": 2, "_Norm": 9},
-    "stablelm": {"_Attention": 2, "_Gated": 2},
-    "cohere": {"_Gated": 2},
-    "phi": {},
-    "gpt2": {},
-}
+    "olmo2": {"_Attention": 2, "_Gated": 2, "_Norm": 9}, "mixtral": {"_Attention": 2, "_Norm": 5},
+    "qwen3_moe": {"_Attention": 2, "_Norm": 9}, "stablelm": {"_Attention": 2, "_Gated": 2}, "cohere": {"_Gated": 2},
+    "phi": {}, "gpt2": {},
+}  # fmt: skip
 WIDE = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
 DTYPES = (torch.float32, torch.bfloat16)
 

@@ -12,12 +12,9 @@ from tests.kernels.test_kernels import int8_in_groups
 
 pytestmark = pytest.mark.usefixtures("built")
 KINDS = {
-    "float32": lambda weight: weight,
-    "bfloat16": lambda weight: weight.bfloat16(),
-    "int8": to_int8,
-    "int8 groups": int8_in_groups,
-    "int4": to_int4,
-}
+    "float32": lambda weight: weight, "bfloat16": lambda weight: weight.bfloat16(), "int8": to_int8,
+    "int8 groups": int8_in_groups, "int4": to_int4,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -24,23 +24,13 @@ SPELLED = {
     "long" * 2000: DraftName(model="long" * 2000),  # no file can have this name
 }
 WRONG = {
-    "": "got ''",
-    "sufix": "did you mean 'suffix'",
-    "sufix+org/model": "did you mean 'suffix'",
-    "suffix+ngarm": "did you mean 'ngram'",
-    "early-exit:2": "did you mean 'early_exit'",
-    "early_exit": "early_exit:N",
-    "early_exit:x": "early_exit:N",
-    "early_exit:1+d": "early_exit:N",
-    "zoo:nope": "zoo:python-code",
-    "suffix:3": "early_exit:N",
-    "mtp+org/model": "before the",
-    "suffix+": "a model after it",
-    "suffix+none": "a model after it",
-    "suffix+ngram": "a model after it",
-    "suffix+ngram+org/model": "a model after it",
+    "": "got ''", "sufix": "did you mean 'suffix'", "sufix+org/model": "did you mean 'suffix'",
+    "suffix+ngarm": "did you mean 'ngram'", "early-exit:2": "did you mean 'early_exit'", "early_exit": "early_exit:N",
+    "early_exit:x": "early_exit:N", "early_exit:1+d": "early_exit:N", "zoo:nope": "zoo:python-code",
+    "suffix:3": "early_exit:N", "mtp+org/model": "before the", "suffix+": "a model after it",
+    "suffix+none": "a model after it", "suffix+ngram": "a model after it", "suffix+ngram+org/model": "a model after it",
     "suffix+zoo:nope": "zoo:python-code",
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("text", SPELLED)

@@ -89,12 +89,9 @@ def test_features_equal_the_extractor(seconds: float, monkeypatch: pytest.Monkey
 EDGES = {
     "silence": np.zeros(RATE, np.float32),
     "noise": np.random.default_rng(0).standard_normal(3 * RATE // 2).astype(np.float32),
-    "clipped": np.clip(50 * SOUND, -1, 1),
-    "a blink": SOUND[: RATE // 20],
-    "one sample": SOUND[:1],
-    "exactly a window": speech(1.0),
-    "a window and a sample": np.append(speech(1.0), np.float32(0)),
-}
+    "clipped": np.clip(50 * SOUND, -1, 1), "a blink": SOUND[: RATE // 20], "one sample": SOUND[:1],
+    "exactly a window": speech(1.0), "a window and a sample": np.append(speech(1.0), np.float32(0)),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", EDGES)
@@ -138,12 +135,9 @@ def test_files_that_hold_no_sound(tmp_path: Path, transcriber: Transcriber) -> N
     Its neighbours in a batch do not hide it, and the transcriber works on.
     """
     contents = {
-        "text.mp3": b"not a sound",
-        "text.wav": b"not a sound",
-        "empty.mp3": b"",
-        "header.wav": b"RIFF\x24\0\0\0WAVE",
+        "text.mp3": b"not a sound", "text.wav": b"not a sound", "empty.mp3": b"", "header.wav": b"RIFF\x24\0\0\0WAVE",
         "x.raw": b"\0" * 99,
-    }
+    }  # fmt: skip
     for name, content in contents.items():
         path = tmp_path / name
         path.write_bytes(content)
@@ -158,17 +152,11 @@ def test_files_that_hold_no_sound(tmp_path: Path, transcriber: Transcriber) -> N
 
 
 WRONG: list[tuple[Any, str]] = [
-    (np.zeros((4, 100)), "transpose"),
-    (np.zeros((1, 2, 3)), "samples"),
-    (np.array([0.1, np.nan]), "finite"),
-    (np.array(["a"]), "a file name"),
-    (3, "a file name"),
-    ({"array": SOUND}, "sampling_rate"),
-    ({"sampling_rate": RATE}, "array"),
-    ({"array": SOUND, "sampling_rate": 0}, "positive"),
-    ("https://example.org/a.wav", "downloaded first"),
-    (io.StringIO("text"), "opened as text"),
-]
+    (np.zeros((4, 100)), "transpose"), (np.zeros((1, 2, 3)), "samples"), (np.array([0.1, np.nan]), "finite"),
+    (np.array(["a"]), "a file name"), (3, "a file name"), ({"array": SOUND}, "sampling_rate"),
+    ({"sampling_rate": RATE}, "array"), ({"array": SOUND, "sampling_rate": 0}, "positive"),
+    ("https://example.org/a.wav", "downloaded first"), (io.StringIO("text"), "opened as text"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("source", "words"), WRONG, ids=lambda value: str(type(value).__name__))

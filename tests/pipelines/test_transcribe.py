@@ -47,14 +47,10 @@ def causal(model: PreTrainedModel) -> WhisperForCausalLM:
 
 
 DRAFTS: dict[str, Any] = {
-    "none": lambda model: None,
-    "own encoder": lambda model: whisper(9, **LIKELY),
-    "shared encoder": sharing,
-    "decoder alone": causal,
-    "perfect": lambda model: model,
-    "suffix": lambda model: "suffix",
+    "none": lambda model: None, "own encoder": lambda model: whisper(9, **LIKELY), "shared encoder": sharing,
+    "decoder alone": causal, "perfect": lambda model: model, "suffix": lambda model: "suffix",
     "hybrid": lambda model: ("suffix", sharing(model)),
-}
+}  # fmt: skip
 
 
 THEIRS: dict[tuple[Any, ...], list[int]] = {}
@@ -103,16 +99,11 @@ def test_drafts_are_accepted() -> None:
 
 PROMPT = torch.tensor(PARTS.get_prompt_ids("aeb"))
 SETTINGS: list[dict[str, Any]] = [
-    {},
-    {"language": "german", "task": "translate"},
-    {**EN, "condition_on_prev_tokens": True},
-    {**EN, "prompt_ids": PROMPT},
-    {**EN, "condition_on_prev_tokens": True, "prompt_ids": PROMPT},
+    {}, {"language": "german", "task": "translate"}, {**EN, "condition_on_prev_tokens": True},
+    {**EN, "prompt_ids": PROMPT}, {**EN, "condition_on_prev_tokens": True, "prompt_ids": PROMPT},
     {**EN, "condition_on_prev_tokens": True, "prompt_ids": PROMPT, "prompt_condition_type": "all-segments"},
-    {**EN, "num_beams": 3},
-    {**EN, "no_repeat_ngram_size": 2},
-    {**EN, "max_new_tokens": 7},
-]
+    {**EN, "num_beams": 3}, {**EN, "no_repeat_ngram_size": 2}, {**EN, "max_new_tokens": 7},
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("draft", [None, "own encoder"])

@@ -26,13 +26,9 @@ from tests.proposers.fakes import FakeModel, FakeSequence, FakeSession, follow, 
 
 TESTED = [(0.02, False), (0.05, False), (0.05, True), (0.3, True), (0.6, True), (0.9, True), (0.9, False)]
 BUDGETS = [
-    Budget.sure(5),
-    Budget.sure(1),
-    Budget.sure(20, 0.1),
-    Acceptance().budget(12, 0.05, 0.02, 1),
-    Acceptance().after(TESTED, 7).budget(12, 0.01, 0.002, 1),
-    Acceptance().after(TESTED, 7).budget(32, 0.0, 0.0, 1),
-]
+    Budget.sure(5), Budget.sure(1), Budget.sure(20, 0.1), Acceptance().budget(12, 0.05, 0.02, 1),
+    Acceptance().after(TESTED, 7).budget(12, 0.01, 0.002, 1), Acceptance().after(TESTED, 7).budget(32, 0.0, 0.0, 1),
+]  # fmt: skip
 
 
 def cost(rule: ChainRule) -> float:

@@ -204,17 +204,10 @@ async def asgi(
         answer.body += message.get("body", b"")
 
     scope = {
-        "type": "http",
-        "http_version": "1.1",
-        "method": method,
-        "path": path,
-        "root_path": root_path,
-        "scheme": "http",
-        "query_string": b"",
-        "headers": [(name.encode(), value.encode()) for name, value in head.items()],
-        "client": ("127.0.0.1", 5000),
-        "server": ("127.0.0.1", 8000),
-    }
+        "type": "http", "http_version": "1.1", "method": method, "path": path, "root_path": root_path, "scheme": "http",
+        "query_string": b"", "headers": [(name.encode(), value.encode()) for name, value in head.items()],
+        "client": ("127.0.0.1", 5000), "server": ("127.0.0.1", 8000),
+    }  # fmt: skip
     with suppress(Exception):  # a server logs it, after the answer
         await application(scope, receive, send)
     return answer

@@ -362,15 +362,11 @@ def test_hints_that_change_no_text_are_dropped(
 FORMS: list[dict[str, Any]] = [
     *({"language": one} for one in ("xx", "e" * 99, "\x00")),
     *({"temperature": one} for one in ("x", "-1", "nan", "1e999", "2")),
-    *({"seed": one} for one in ("x", "-1", "1.5", str(2**70))),
-    *({"stream": one} for one in ("x", "2")),
+    *({"seed": one} for one in ("x", "-1", "1.5", str(2**70))), *({"stream": one} for one in ("x", "2")),
     *({"response_format": one} for one in ("x", "5")),
     *({"timestamp_granularities[]": one} for one in ("x", ["word", "x"], ["word"] * 9)),
-    *({"prompt": one} for one in ("a" * 5000, "<|en|>", "word " * 300)),
-    {"model": "x" * 300},
-    {"model": "none"},
-    {"url": "http://10.0.0.1/a.wav"},
-    {"stream": "true", "response_format": "srt"},
+    *({"prompt": one} for one in ("a" * 5000, "<|en|>", "word " * 300)), {"model": "x" * 300}, {"model": "none"},
+    {"url": "http://10.0.0.1/a.wav"}, {"stream": "true", "response_format": "srt"},
     {"timestamp_granularities[]": "word"},
 ]  # fmt: skip
 SOUNDS: list[Any] = [b"no sound", b"", recording(0.0), recording(21.0), None, "text"]

@@ -119,20 +119,13 @@ def keys_of(kind: Kind, config: Any) -> Keys:
         getattr(config, name) for name in ("rms_norm_eps", "norm_epsilon", "layer_norm_eps") if hasattr(config, name)
     )
     keys = {
-        ".block_count": config.num_hidden_layers,
-        ".context_length": config.max_position_embeddings,
-        ".embedding_length": config.hidden_size,
-        ".feed_forward_length": config.intermediate_size,
-        ".attention.head_count": heads,
-        ".attention.head_count_kv": config.num_key_value_heads,
-        f".attention.{norm}": epsilon,
-        ".rope.dimension_count": turned,
-        "tokenizer.ggml.model": "llama",
+        ".block_count": config.num_hidden_layers, ".context_length": config.max_position_embeddings,
+        ".embedding_length": config.hidden_size, ".feed_forward_length": config.intermediate_size,
+        ".attention.head_count": heads, ".attention.head_count_kv": config.num_key_value_heads,
+        f".attention.{norm}": epsilon, ".rope.dimension_count": turned, "tokenizer.ggml.model": "llama",
         "tokenizer.ggml.tokens": [f"<{number}>" for number in range(config.vocab_size)],
-        "tokenizer.ggml.padding_token_id": 0,
-        "tokenizer.ggml.bos_token_id": 1,
-        "tokenizer.ggml.eos_token_id": 2,
-    }
+        "tokenizer.ggml.padding_token_id": 0, "tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 2,
+    }  # fmt: skip
     if width * heads != config.hidden_size or kind.architecture.startswith("gemma"):
         keys |= {".attention.key_length": width, ".attention.value_length": width}
     return keys | {".rope.freq_base": float(rope["rope_theta"])} | kind.keys(config)

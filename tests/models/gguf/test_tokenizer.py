@@ -100,13 +100,9 @@ def test_phi_3(tmp_path: Path) -> None:
 def test_unigrams(tmp_path: Path) -> None:
     """The words with the best sum; several unknown characters are one unknown token."""
     words = [
-        ("<pad>", 0.0, 3),
-        ("</s>", 0.0, 3),
-        ("<unk>", 0.0, 2),
-        ("\u2581", -2.0, 1),
-        ("a", -1.0, 1),
+        ("<pad>", 0.0, 3), ("</s>", 0.0, 3), ("<unk>", 0.0, 2), ("\u2581", -2.0, 1), ("a", -1.0, 1),
         ("\u2581aa", -3.5, 1),
-    ]
+    ]  # fmt: skip
     keys = {
         "tokenizer.ggml.model": "t5",
         "tokenizer.ggml.tokens": [text for text, _, _ in words],

@@ -54,13 +54,9 @@ def assistant(**given: Any) -> Any:
     """A tiny assistant as transformers has them."""
     sizes = {name: value for name, value in SIZES.items() if name != "vocab_size"}
     config = AutoConfig.for_model(
-        "muse_glimmer_assistant",
-        **sizes,
-        block_size=5,
-        mask_token_id=63,
-        target_layer_ids=[0, 2],
+        "muse_glimmer_assistant", **sizes, block_size=5, mask_token_id=63, target_layer_ids=[0, 2],
         **{"layer_types": ["full_attention", "full_attention"], **given},
-    )
+    )  # fmt: skip
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = AutoModel.from_config(config).eval()

@@ -23,12 +23,8 @@ from tests.proposers.fakes import FakeSequence
 LIMIT = 3
 Make = Callable[[str], tuple[Any, Any]]
 KINDS = [
-    "eagle",
-    "two",
-    "mtp",
-    "anchor",
-    *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("dflash", "gemma4")),
-]
+    "eagle", "two", "mtp", "anchor", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("dflash", "gemma4")),
+]  # fmt: skip
 
 
 def guesses_anew(draft: Any, tokens: Sequence[int], states: Tensor) -> list[int]:
