@@ -327,3 +327,10 @@ class DFlash(Eagle):
             if self.config.get("sliding_window_non_causal"):
                 seen = (key >= n - self.layers["sliding_window"]).expand(len(x), -1)
         return self._seen(q, k, v, seen) @ self.weights[f"{name}o_proj.weight"].T
+
+
+def check_blocks(proposals: Proposals, model: Any, reference: DFlash, layers: Sequence[int] = READS) -> None:
+    """Many proposals, which are what the formulas say."""
+    assert len(proposals) >= 20
+    for text, tree in proposals:
+        assert tree.tokens == reference.block(text, states_of(model, text[:-1], layers), len(tree))

@@ -741,60 +741,57 @@ def test_loading_by_flags_and_file(generate: Any, draft: str, tmp_path: Path) ->
     assert found["stats"]["exactness"] == "exact"
 
 
-class Enough(SpecdecError):
-    """Ends a command that has made its generator."""
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The options of all generators that commands make from now on, each of which ends its command."""
+    options_of_all = list[dict[str, Any]]()
+
+    def spy(self: Any, *models: Any, **options: Any) -> None:
+        options_of_all.append(options)
+        raise SpecdecError("enough")
+
+    monkeypatch.setattr(SpecGenerator, "__init__", spy)
+    return options_of_all
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    (path := tmp_path / "rows.txt").write_text("def f\n")
+    return path
 
 
 def test_every_command_reads_in_full_if_told(
-    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, called: Any, talk: Any
+    target: str, rows: Path, made: list[dict[str, Any]], called: Any, talk: Any
 ) -> None:
     """By --no-prefix-cache, or by a file, over which the flag wins; measurements always do."""
-    made = list[Any]()
-
-    def spy(self: Any, *models: Any, **options: Any) -> None:
-        made.append(options.get("prefix_cache"))
-        raise Enough("enough")
-
-    monkeypatch.setattr(SpecGenerator, "__init__", spy)
-    (rows := tmp_path / "rows.txt").write_text("def f\n")
-    (file := tmp_path / "run.yaml").write_text("prefix_cache: false\n")
+    (file := rows.with_name("run.yaml")).write_text("prefix_cache: false\n")
     generating = ("generate", target, "-p", "def f")
-    batch = ("batch", rows, tmp_path / "out.jsonl", "--model", target)
+    batch = ("batch", rows, rows.with_name("out.jsonl"), "--model", target)
     for arguments in (generating, batch, ("summarize", rows, "--model", target), ("transcribe", "--demo")):
         called(*arguments, "-q", "--no-prefix-cache", code=1)
     talk("ab", flags=("--no-prefix-cache",), code=1)
     called(*generating, "-q", "--config", file, code=1)
     called("doctor", target, "--seconds", "0.1", "-q", code=1)
-    assert made == [False] * 7
-    made.clear()
     called(*generating, "-q", "--config", file, "--prefix-cache", code=1)
     called(*generating, "-q", code=1)
-    assert made == [True, None]
+    assert [options.get("prefix_cache") for options in made] == [*[False] * 7, True, None]
 
 
 def test_every_command_that_drafts_takes_a_memory(
-    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, called: Any, talk: Any
+    target: str, rows: Path, made: list[dict[str, Any]], called: Any, talk: Any
 ) -> None:
     """By --memory, of words or paths, or by a file."""
-    made = list[Any]()
-
-    def spy(self: Any, *models: Any, **options: Any) -> None:
-        made.append(options["memory"])
-        raise Enough("enough")
-
-    monkeypatch.setattr(SpecGenerator, "__init__", spy)
-    (rows := tmp_path / "rows.txt").write_text("def f\n")
-    (file := tmp_path / "run.yaml").write_text(f"memory: {rows}\n")
+    (file := rows.with_name("run.yaml")).write_text(f"memory: {rows}\n")
     generating = ("generate", target, "-p", "def f", "-q")
     flags = ("--memory", str(rows), "--memory", str(rows))
     called(*generating, *flags, code=1)
-    called("batch", rows, tmp_path / "out.jsonl", "--model", target, "-q", *flags, code=1)
+    called("batch", rows, rows.with_name("out.jsonl"), "--model", target, "-q", *flags, code=1)
     talk("ab", flags=flags, code=1)
-    called(*generating, "--config", file, code=1)
-    called(*generating, "--memory", "on", code=1)
-    called(*generating, code=1)
-    assert [len(wish.texts) for wish in made] == [2, 2, 2, 1, 0, 0]
-    assert [bool(wish.most_bytes) for wish in made] == [True] * 5 + [False]
+    for more in (("--config", file), ("--memory", "on"), ()):
+        called(*generating, *more, code=1)
+    wishes = [options["memory"] for options in made]
+    assert [len(wish.texts) for wish in wishes] == [2, 2, 2, 1, 0, 0]
+    assert [bool(wish.most_bytes) for wish in wishes] == [True] * 5 + [False]
     assert "`memory`: missing has no text" in called(*generating, "--memory", "missing", code=2).err
 
 

@@ -174,18 +174,28 @@ class Jammed:
         raise AssertionError
 
 
+class Interrupting(Draft):
+    """A draft whose start ends the program."""
+
+    def start(self, vocab_size: int) -> Proposer:
+        raise SystemExit
+
+
 @pytest.mark.parametrize("draft", [None, "early_exit:1"])
 def test_what_one_thread_raises_is_its_own(draft: Any) -> None:
-    """A processor and a streamer that raise end their calls, and no other."""
+    """A processor and a streamer that raise end their calls, and no other; nor does what would end a program."""
     generator = SpecGenerator(tiny("llama"), draft)
-    prompts = [[[5 + i, 9, 12]] for i in range(6)]
+    prompts = [[[5 + i, 9, 12]] for i in range(8)]
     alone = [generated(generator, prompt) for prompt in prompts]
-    more: list[dict[str, Any]] = [{} for _ in prompts]
-    more[1] = failing("processor", Trouble("no ink"), 4)
-    more[4] = {"streamer": Jammed(3)}
-    found = together(*(lambda i=i: generated(generator, prompts[i], **more[i]) for i in range(6)))
-    assert [type(found[i]) for i in (1, 4)] == [Trouble, Trouble]
-    assert [found[i] for i in (0, 2, 3, 5)] == [alone[i] for i in (0, 2, 3, 5)]
+    bad: dict[int, tuple[Any, dict[str, Any]]] = {
+        1: (Trouble, failing("processor", Trouble("no ink"), 4)),
+        3: (KeyboardInterrupt, failing("processor", KeyboardInterrupt(), 4)),
+        4: (Trouble, {"streamer": Jammed(3)}),
+        6: (SystemExit, {"assistant_model": Interrupting()}),
+    }
+    found = together(*(lambda i=i: generated(generator, prompts[i], **bad.get(i, (None, {}))[1]) for i in range(8)))
+    for i, (one, text) in enumerate(zip(found, alone, strict=True)):
+        assert type(one) is bad[i][0] if i in bad else one == text
     assert is_clean(generator)
 
 
@@ -232,27 +242,6 @@ def test_a_dropped_stream_is_cancelled() -> None:
 
     found = together(drop, drop, lambda: [generated(generator, [[6, 7]]) for _ in range(5)])
     assert found == [None, None, [alone] * 5]
-    assert is_clean(generator)
-
-
-class Interrupting(Draft):
-    """A draft whose start ends the program."""
-
-    def start(self, vocab_size: int) -> Proposer:
-        raise SystemExit
-
-
-def test_what_would_end_a_program_is_raised_in_its_own_call() -> None:
-    """A processor that raises KeyboardInterrupt and a draft that exits get that; others are not disturbed."""
-    generator = SpecGenerator(tiny("llama"), "early_exit:1")
-    prompts = [[[5 + i, 9, 12]] for i in range(4)]
-    alone = [generated(generator, prompt) for prompt in prompts]
-    more: list[dict[str, Any]] = [{} for _ in prompts]
-    more[1] = failing("processor", KeyboardInterrupt(), 4)
-    more[2] = {"assistant_model": Interrupting()}
-    found = together(*(lambda i=i: generated(generator, prompts[i], **more[i]) for i in range(4)))
-    assert [type(found[i]) for i in (1, 2)] == [KeyboardInterrupt, SystemExit]
-    assert [found[i] for i in (0, 3)] == [alone[i] for i in (0, 3)]
     assert is_clean(generator)
 
 

@@ -40,19 +40,17 @@ def check_same(got: LanguageModel, expected: LanguageModel, name: str) -> None:
     assert texts[0].tolist() == texts[1].tolist()
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["llama", "qwen2", "gpt2", "opt", "gemma2", "lfm2", "t5", "bart", "marian", "whisper", "qwen3_moe", "gpt_oss"],
-)
-def test_texts(name: str, tmp_path: Path) -> None:
+FOUR, SOME = {"quantization": "int4-weight"}, ("llama", "gpt2", "gemma2", "t5")
+EIGHT = (*SOME, "qwen2", "opt", "lfm2", "bart", "marian", "whisper", "qwen3_moe", "gpt_oss")
+TEXTS = [
+    *((name, {"quantization": "int8-weight"}) for name in EIGHT),
+    *((name, {**FOUR, **dtype}) for name in SOME for dtype in ({}, {"dtype": "bfloat16"})),
+]
+
+
+@pytest.mark.parametrize(("name", "how"), TEXTS)
+def test_texts(name: str, how: dict[str, Any], tmp_path: Path) -> None:
     """Architectures keep integers, scales, biases, ties and what stays in floats."""
-    source, how = saved(name, tmp_path / "source"), {"quantization": "int8-weight"}
-    check_same(load_model(packed(source, tmp_path / "packed", **how)), load_model(source, Loading(**how)), name)
-
-
-@pytest.mark.parametrize("how", [{"quantization": "int4-weight"}, {"quantization": "int4-weight", "dtype": "bfloat16"}])
-@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "t5"])
-def test_four_bits(name: str, how: dict[str, Any], tmp_path: Path) -> None:
     source = saved(name, tmp_path / "source")
     check_same(load_model(packed(source, tmp_path / "packed", **how)), load_model(source, Loading(**how)), name)
 

@@ -53,6 +53,14 @@ def packed(model: nn.Module) -> RaggedForward:
     return ragged
 
 
+def check_numbers(ragged: RaggedForward | None, *sizes: Sizes) -> None:
+    """A recorded pass gives the numbers of Python's, bit for bit."""
+    assert ragged is not None
+    for one in sizes or (Sizes(4, 2, 2, 80, 3, 9, 3),):
+        given = example(ragged.fused, one)
+        assert all(map(torch.equal, ragged.recorded.run(given.tensors), ragged.fused(*given)))
+
+
 # --- what is recorded
 
 
@@ -60,39 +68,20 @@ def packed(model: nn.Module) -> RaggedForward:
 @pytest.mark.parametrize("name", [*NAMES, "deepseek_v3", "mixtral", "gpt2", "phi3", "bart"])
 def test_the_same_numbers(name: str, count: int) -> None:
     """Bit for bit those of Python, for any number of nodes, logits, rows, columns and frames."""
-    ragged = packed(tiny(name))
-    for sizes in (Sizes(count, 1, 2, 80, 3, 9, 1), Sizes(count, count, 5, 120, 2, 30, count)):
-        expected = ragged.fused(*example(ragged.fused, sizes))
-        made = ragged.recorded.run(example(ragged.fused, sizes).tensors)
-        assert all(map(torch.equal, made, expected))
+    check_numbers(packed(tiny(name)), Sizes(count, 1, 2, 80, 3, 9, 1), Sizes(count, count, 5, 120, 2, 30, count))
 
 
-@pytest.mark.parametrize(
-    "kinds", [("Q8_0",), ("Q4_0",), ("Q4_1",), ("Q5_0",), ("Q5_1",), ("Q6_K",)], ids=lambda kinds: kinds[0]
-)
-def test_files_of_blocks(kinds: tuple[str, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q6_K"])
+def test_files_of_blocks(kind: str, tmp_path: Path) -> None:
     """Whatever an embedding is packed in. (Those of fewer than 8 bits ran in Python.)"""
-    wide = {"hidden_size": 256, "intermediate_size": 256} if kinds[0].endswith("K") else {}
-    ragged = load_model(saved_gguf(tmp_path / "a.gguf", kinds, **wide), Loading(backend="packed")).ragged
-    assert ragged is not None
-    given = example(ragged.fused, Sizes(4, 2, 2, 80, 3, 9, 3))
-    assert all(map(torch.equal, ragged.recorded.run(given.tensors), ragged.fused(*given)))
+    wide = {"hidden_size": 256, "intermediate_size": 256} if kind.endswith("K") else {}
+    check_numbers(load_model(saved_gguf(tmp_path / "a.gguf", (kind,), **wide), Loading(backend="packed")).ragged)
 
 
 @pytest.mark.parametrize("quantization", ["int8-weight", "int4-weight"])
 @pytest.mark.parametrize("name", NAMES)
 def test_few_bits(name: str, quantization: str, tmp_path: Path) -> None:
-    ragged = load_model(saved(name, tmp_path), Loading(backend="packed", quantization=quantization)).ragged
-    assert ragged is not None
-    given = example(ragged.fused, Sizes(4, 2, 2, 80, 3, 9, 3))
-    assert all(map(torch.equal, ragged.recorded.run(given.tensors), ragged.fused(*given)))
-
-
-def test_wrong_inputs() -> None:
-    ragged = packed(tiny("llama"))
-    given = example(ragged.fused, Sizes(3, 1, 2, 80, 3, 9, 2)).tensors
-    with pytest.raises(ValueError, match=f"a pass has {len(given)} inputs, got {len(given) - 1}"):
-        ragged.recorded.run(given[1:])
+    check_numbers(load_model(saved(name, tmp_path), Loading(backend="packed", quantization=quantization)).ragged)
 
 
 class Peeking(nn.Module):
@@ -154,13 +143,14 @@ def test_a_weight_that_changes() -> None:
 
 
 def test_errors_of_operators() -> None:
-    """An operator that refuses raises as it does in Python, and later passes run."""
+    """Inputs are counted; an operator that refuses raises as it does in Python, and later passes run."""
     ragged = packed(tiny("llama"))
     given = example(ragged.fused, Sizes(3, 1, 2, 80, 3, 9, 2))
-    wrong = given._replace(ids=torch.full((1, 3), 10**6))
+    with pytest.raises(ValueError, match=f"a pass has {len(given.tensors)} inputs, got {len(given.tensors) - 1}"):
+        ragged.recorded.run(given.tensors[1:])
     with pytest.raises(IndexError):
-        ragged.recorded.run(wrong.tensors)
-    assert torch.equal(ragged.recorded.run(given.tensors)[0], ragged.fused(*given)[0])
+        ragged.recorded.run(given._replace(ids=torch.full((1, 3), 10**6)).tensors)
+    check_numbers(ragged)
 
 
 def test_not_on_other_devices() -> None:

@@ -175,23 +175,23 @@ def test_a_chain_goes_on_with_copies(clock: Clock) -> None:
     assert len(tree) > 2 * model.passes
 
 
-@pytest.mark.parametrize(("remaining", "reads"), [(2, False), (20, True)])
-def test_a_model_reads_only_for_what_is_left(clock: Clock, remaining: int, reads: bool) -> None:
-    """A text's last tokens do not pay for reading all before them. (For one chain the model read the prompt, and the
-    hybrid had 0.6 of its text draft's speed.)"""
-    model = SlowModel(clock)
-    seq = FakeSequence([*range(40)], remaining=remaining)
-    HybridDraft(SuffixDraft(), ModelDraft(model)).start(50).propose([seq], [Budget(4)])
-    assert bool(model.passes) == reads
+@pytest.mark.parametrize(
+    ("copied", "prompt", "remaining", "reads"),
+    [(None, 1, 2, False), (None, 1, 20, True), (0.9, 40, 60, False), (0.9, 30, 60, True), (0.1, 40, 60, True)],
+)
+def test_a_model_reads_where_that_pays(
+    clock: Clock, copied: float | None, prompt: int, remaining: int, reads: bool
+) -> None:
+    """A text's last tokens do not pay for reading all before them, nor do texts that are usually copied.
 
-
-@pytest.mark.parametrize(("copied", "prompt", "reads"), [(0.9, 40, False), (0.9, 30, True), (0.1, 40, True)])
-def test_a_model_waits_where_copies_are_usual(clock: Clock, copied: float, prompt: int, reads: bool) -> None:
-    """Of texts that copy from their fifth token on, the model read the prompts: 0.7 of the text draft's speed."""
+    (For one chain the model read the prompt, and the hybrid had 0.6 of its text draft's speed; of texts that copy from
+    their fifth token on, 0.7.)
+    """
     model = SlowModel(clock)
     draft = HybridDraft(SuffixDraft(), ModelDraft(model))
-    draft.odds.copied = copied
-    draft.start(50).propose([FakeSequence([*range(40)], prompt_length=prompt, remaining=60)], [Budget(4)])
+    draft.odds.copied = draft.odds.copied if copied is None else copied
+    seq = FakeSequence([*range(40)], prompt_length=prompt, remaining=remaining)
+    draft.start(50).propose([seq], [Budget(4)])
     assert bool(model.passes) == reads
 
 
