@@ -7,6 +7,7 @@ import os
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when the libraries are imported
 
 from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _surroundings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Kernels are built once for all runs; where a test names no schedule, drafting depends on no measured time."""
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    probes = tmp_path_factory.getbasetemp() / "probes"
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        probes = tmp_path_factory.getbasetemp().parent / "probes"  # of all workers
     with pytest.MonkeyPatch.context() as patch, threads(1):
-        patch.setenv("SPECDEC_PROBES", str(tmp_path_factory.mktemp("probes")))
+        patch.setenv("SPECDEC_PROBES", str(probes))
         patch.setenv("SPECDEC_KERNELS", os.environ.get("SPECDEC_KERNELS") or str(home / "specdec" / "kernels"))
         patch.setenv("SPECDEC_PACKED", str(tmp_path_factory.mktemp("packed")))
         patch.setattr(draft_schedules, "DEFAULT", "heuristic")
@@ -84,9 +88,16 @@ def homeless(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "home", fail)
 
 
+@pytest.fixture(scope="session")
+def _nowhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Folders that are not there, a new one each time."""
+    root = tmp_path_factory.mktemp("no-cache")
+    return (root / str(number) for number in count())
+
+
 @pytest.fixture(autouse=True)
-def _no_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "no-cache"))
+def _no_cache(monkeypatch: pytest.MonkeyPatch, _nowhere: Iterator[Path]) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(next(_nowhere)))
 
 
 @pytest.fixture

@@ -1,8 +1,9 @@
 """Tiny models saved with a byte-level tokenizer, as `from_pretrained` reads them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from tests.tiny import tiny
+from tests.tiny import copied, tiny
 
 SPECIALS = ["<pad>", "<s>", "</s>"]
 WIDTH = len(SPECIALS) + 256
@@ -27,14 +28,37 @@ def byte_tokenizer(*, backwards: bool = False) -> PreTrainedTokenizerFast:
 
 def saved_model(folder: Path, seed: int = 0, *, backwards: bool = False) -> str:
     """A tiny Llama with a byte-level tokenizer, saved in `folder`."""
-    byte_tokenizer(backwards=backwards).save_pretrained(folder)
+    _write(folder, _files_of_tokenizer(backwards))
     return saved("llama", folder, vocab=WIDTH, seed=seed)
 
 
 def saved(name: str, folder: Path, **options: Any) -> str:
     """A tiny model without a tokenizer, saved in `folder`."""
-    tiny(name, **options).save_pretrained(folder)
+    _write(folder, _files_of_model(name, **options))
     return str(folder)
+
+
+@copied
+def _files_of_model(name: str, **options: Any) -> dict[str, bytes]:
+    return _files(tiny(name, **options))
+
+
+@copied
+def _files_of_tokenizer(backwards: bool) -> dict[str, bytes]:
+    return _files(byte_tokenizer(backwards=backwards))
+
+
+def _files(part: Any) -> dict[str, bytes]:
+    """What `save_pretrained` writes, by the files' names."""
+    with TemporaryDirectory() as folder:
+        part.save_pretrained(folder)
+        return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+
+
+def _write(folder: Path, files: Mapping[str, bytes]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
 
 
 def saved_gguf(

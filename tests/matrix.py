@@ -48,6 +48,11 @@ def in_pairs(**parameters: Sequence[Any]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(tuple(parameters), pairwise(**parameters))
 
 
+def slow(*case: Any) -> Any:
+    """A case that CI runs, and not everybody."""
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
 def some(*names: str) -> dict[str, dict[str, Any]]:
     """These of the strategies."""
     return {name: STRATEGIES[name] for name in names}

@@ -1,6 +1,7 @@
 """Greedy text is the target's own: equal to transformers and to plain decoding, with any draft, on any architecture."""
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor
 from specdec import LanguageModel, SpecGenerator
 from specdec.core.budget import Budget
 from specdec.core.draft_schedules.cost import Cost
-from tests.matrix import endless
+from tests.matrix import endless, slow
 from tests.oracle import KINDS, oracle
 from tests.tiny import DECODERS, NAMES, tiny, tiny_inputs
 
@@ -38,8 +39,18 @@ def reference(model: Any, inputs: dict[str, Tensor], **options: Any) -> Tensor:
         )
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_greedy_equals_transformers(name: str) -> None:
+OTHERS = [name for name in ARCHITECTURES if name not in COMMON]
+
+
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    [
+        *((name, KINDS) for name in COMMON),
+        *((name, ["half"]) for name in OTHERS),
+        *(slow(name, KINDS) for name in OTHERS),
+    ],
+)
+def test_greedy_equals_transformers(name: str, kinds: Sequence[str]) -> None:
     """Plain and assisted text equal transformers', for drafts that are right, half right, wrong and random."""
     model = tiny(name, vocab=VOCAB)
     inputs = prompt_for(name)
@@ -47,7 +58,7 @@ def test_greedy_equals_transformers(name: str) -> None:
     expected = reference(model, inputs)
     plain = SpecGenerator(model).generate(**inputs, **options)
     assert plain.sequences.tolist() == expected.tolist()
-    for kind in KINDS:
+    for kind in kinds:
         out = SpecGenerator(model, oracle(kind, expected.tolist(), VOCAB)).generate(**inputs, **options)
         assert out.sequences.tolist() == expected.tolist(), kind
         if kind == "perfect":
@@ -60,8 +71,7 @@ def test_greedy_equals_transformers(name: str) -> None:
 
 def shifts(first: str, *others: str) -> list[Any]:
     """Cases of a name and a shift: 0 of every name, and of the first one all three."""
-    slow = [pytest.param(first, shift, marks=pytest.mark.slow) for shift in (1, 2)]
-    return [*((name, 0) for name in (first, *others)), *slow]
+    return [*((name, 0) for name in (first, *others)), slow(first, 1), slow(first, 2)]
 
 
 DRAFTING = list(itertools.product(("heuristic", "constant", "confidence", "cost"), (False, True)))

@@ -37,6 +37,7 @@ from specdec.models import load_model
 from specdec.models.loading.load import save_loaded
 from specdec.options import bundled_models
 from tests.folders import WIDTH, byte_tokenizer, saved_gguf
+from tests.matrix import slow
 from tests.pipelines.models import CHAT
 
 NEW = ["--max-new-tokens", "12"]
@@ -230,9 +231,7 @@ def test_a_prompt_that_is_no_text(monkeypatch: pytest.MonkeyPatch, error_of: Any
     assert error_of("generate", "t", "-p", "-").startswith("error: standard input is not text in UTF-8")
 
 
-@pytest.mark.parametrize(
-    ("closed", "code"), [("<&-", 2), *(pytest.param(stream, 0, marks=pytest.mark.slow) for stream in (">&-", "2>&-"))]
-)
+@pytest.mark.parametrize(("closed", "code"), [("<&-", 2), *(slow(stream, 0) for stream in (">&-", "2>&-"))])
 def test_a_closed_stream(closed: str, code: int) -> None:
     """Nothing comes from a closed stdin, and nothing goes to the others. (An internal error said so.)"""
     command = f"{sys.executable} -m specdec generate zoo:python-code -p - --max-new-tokens 2 {closed}"

@@ -12,7 +12,7 @@ from torch import Tensor
 from specdec import LanguageModel, SpecGenerator
 from specdec.decoding.strategies import beam
 from specdec.errors import OptionError
-from tests.matrix import endless
+from tests.matrix import endless, slow
 from tests.oracle import oracle
 from tests.test_exact import prompt_for
 from tests.tiny import tiny
@@ -84,13 +84,7 @@ def test_equals_transformers(name: str) -> None:
                 assert not live or torch.allclose(mine[0], other[0], atol=1e-4), (case, step)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("llama", "gemma2", "bloom", "t5", "mamba"),
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_next", "whisper")),
-    ],
-)
+@pytest.mark.parametrize("name", ["llama", "gemma2", "bloom", "t5", *map(slow, ("mamba", "qwen3_next", "whisper"))])
 def test_no_draft_changes_a_search(name: str) -> None:
     """Drafts that agree, disagree, copy or guess at random: same texts, scores and beams, in fewer passes.
 

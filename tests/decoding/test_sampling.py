@@ -8,7 +8,7 @@ import torch
 from scipy.stats import chisquare
 
 from specdec import SpecGenerator
-from tests.matrix import endless
+from tests.matrix import endless, slow
 from tests.oracle import oracle
 from tests.test_exact import prompt_for, shifts
 from tests.tiny import tiny
@@ -21,7 +21,7 @@ SCHEDULES = (("heuristic", 5), ("constant", 3), ("confidence", 8), ("cost", None
 COUPLED = (("coupled", None), ("coupled", 4), ("match", 4))
 
 
-@pytest.mark.parametrize(("name", "shift"), shifts("llama", "gpt2", "mistral", "qwen3_next", "t5"))
+@pytest.mark.parametrize(("name", "shift"), [*shifts("llama", "gpt2", "mistral", "t5"), slow("qwen3_next", 0)])
 def test_coupled_text_depends_on_the_seed_alone(name: str, shift: int) -> None:
     """The same seed gives the same text without a draft and with any draft, length and schedule.
 
@@ -107,8 +107,8 @@ def exact_law(model: Any, prompt: list[int], temperature: float) -> dict[tuple[i
 # The text of "coupled" and "match" is that of plain sampling (above), so the law of one run of them says it all.
 # That of "rejection" and "block" is enumerated in test_rejection.py.
 LAWS = [
-    *(("coupled", "cost", None), ("rejection", "constant", 3), ("block", "confidence", 1)),
-    *(pytest.param(sampling, "cost", None, marks=pytest.mark.slow) for sampling in ("rejection", "block")),
+    *(("coupled", "cost", None), ("rejection", "constant", 3), slow("block", "confidence", 1)),
+    *(slow(sampling, "cost", None) for sampling in ("rejection", "block")),
 ]
 
 
@@ -144,7 +144,7 @@ def test_a_draft_that_overflows_is_left_out(sampling: str | None) -> None:
     assert out.sequences.tolist() == plain.sequences.tolist()
 
 
-@pytest.mark.parametrize("name", ["llama", "mamba", "t5"])
+@pytest.mark.parametrize("name", ["llama", slow("mamba"), "t5"])
 def test_a_prompt_of_many_samples_is_read_once(name: str) -> None:
     """Copies share the reading of their prompt and of the encoder's input, and become what each is alone."""
     model, draft = tiny(name, vocab=64), tiny(name, vocab=64, seed=1)

@@ -23,7 +23,7 @@ from specdec.proposers import ModelDraft
 from tests.engine.test_requests import finish, submit
 from tests.engine.test_requests_stateful import Trouble, failing
 from tests.engine.test_threads import Jammed
-from tests.matrix import endless
+from tests.matrix import endless, slow
 from tests.oracle import sessions_of_drafts, shapes
 from tests.proposers.fakes import OwnProposer
 from tests.tiny import tiny, tiny_inputs
@@ -58,7 +58,7 @@ WAYS = [{}, {"num_assistant_branches": 2}, {"num_beams": 3}, {"guidance_scale": 
 @pytest.mark.parametrize(
     ("name", "how"),
     [
-        pytest.param(name, how, marks=[pytest.mark.slow] if name not in ("llama", "mamba") and number > 1 else [])
+        (name, how) if name == "llama" or number == 0 or (number == 1 and name in ("mamba", "t5")) else slow(name, how)
         for name in ("llama", "gpt2", "gemma2", "bloom", "mamba", "t5", "whisper")
         for number, how in enumerate(WAYS)
     ],

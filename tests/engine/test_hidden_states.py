@@ -15,7 +15,7 @@ from specdec.core.budget import Budget
 from specdec.core.drafts import Commit, Draft, Proposer, SequenceView, path_limit
 from specdec.core.tree import Tree
 from specdec.errors import OptionError
-from tests.matrix import endless, some
+from tests.matrix import endless, slow, some
 from tests.tiny import tiny, tiny_inputs
 from tests.versions import OLD
 
@@ -136,10 +136,7 @@ def test_all_text_is_heard_of(way: str, width: int) -> None:
     check(model, draft)
 
 
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_next", "bloom", "falcon_alibi")]
-
-
-@pytest.mark.parametrize("name", ["gemma2", "gpt2", "mamba", *SLOW])
+@pytest.mark.parametrize("name", ["gemma2", "gpt2", "mamba", *map(slow, ("qwen3_next", "bloom", "falcon_alibi"))])
 @pytest.mark.parametrize("beams", [1, 2])
 def test_models_of_all_kinds(name: str, beams: int) -> None:
     """Also those whose rows run one after another, and are restored and read again."""

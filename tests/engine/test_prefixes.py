@@ -22,7 +22,7 @@ from specdec.proposers import hybrid
 from tests.engine.test_requests import finish, submit
 from tests.engine.test_threads import generated, together
 from tests.heads import eagle_folder
-from tests.matrix import endless, in_pairs
+from tests.matrix import endless, in_pairs, slow
 from tests.oracle import sessions_of_drafts, shapes
 from tests.tiny import DECODERS, NAMES, tiny, tiny_inputs
 
@@ -465,7 +465,10 @@ def test_a_budget_counts_the_frames_of_both_models() -> None:
     assert long_both - short_both == long - short + 2 * 100 * draft.kv_bytes
 
 
-@pytest.mark.parametrize("name", NAMES)
+USUAL = ("llama", "gpt2", "gemma2", "bloom", "phi3", "deepseek_v3", "llama4_text", "t5", "bart", "whisper")
+
+
+@pytest.mark.parametrize("name", [*USUAL, *(slow(name) for name in NAMES if name not in USUAL)])
 def test_what_a_position_takes_is_known(name: str) -> None:
     """What is expected of every model that keeps plain keys and values is what its store takes."""
     language = LanguageModel(tiny(name))

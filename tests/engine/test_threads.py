@@ -20,7 +20,7 @@ from specdec.core.drafts import Draft, Proposer
 from specdec.engine.openmp import release_helpers
 from specdec.proposers import FunctionDraft, ModelDraft, SuffixDraft
 from tests.engine.test_requests_stateful import Trouble, failing
-from tests.matrix import endless, some
+from tests.matrix import endless, slow, some
 from tests.oracle import rows_in_drafts, shapes
 from tests.tiny import threads as torch_threads
 from tests.tiny import tiny
@@ -118,9 +118,7 @@ def is_clean(generator: SpecGenerator) -> bool:
     return engine.idle and not any(left)
 
 
-@pytest.mark.parametrize(
-    "name", ["llama", "t5", *(pytest.param(n, marks=pytest.mark.slow) for n in ("gemma2", "mamba"))]
-)
+@pytest.mark.parametrize("name", ["llama", "t5", slow("gemma2"), slow("mamba")])
 def test_eight_threads(name: str) -> None:
     """All strategies with all kinds of drafts, half of them streamed: the texts are those of calls alone."""
     model = LanguageModel(tiny(name))

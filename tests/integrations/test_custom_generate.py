@@ -27,6 +27,7 @@ from specdec import OptionError, SpecGenerator, UnsupportedError, custom_generat
 from tests import pictures, speech
 from tests.folders import WIDTH, byte_tokenizer
 from tests.generator.test_outputs import same_fields
+from tests.matrix import slow
 from tests.models import encoders
 from tests.models import test_composites as composites
 from tests.models.test_encoders import git
@@ -288,10 +289,8 @@ def test_a_text_pipeline_that_exists() -> None:
     "given",
     [
         {},
-        pytest.param(
-            {"return_timestamps": True, "generate_kwargs": {"language": "en", "num_beams": 2}}, marks=pytest.mark.slow
-        ),
-        pytest.param({"return_timestamps": "word"}, marks=pytest.mark.slow),
+        slow({"return_timestamps": True, "generate_kwargs": {"language": "en", "num_beams": 2}}),
+        slow({"return_timestamps": "word"}),
         {"return_timestamps": True, "generate_kwargs": THRESHOLDS},
     ],
     ids=["short", "beams", "words", "thresholds"],

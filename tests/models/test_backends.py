@@ -15,12 +15,16 @@ from specdec.models.backends.packed_layers import PackedEmbedding, is_packed
 from specdec.models.loading.load import load_model
 from specdec.options.load import Loading
 from tests.folders import saved
-from tests.matrix import endless, in_pairs
+from tests.matrix import endless, in_pairs, slow
 from tests.shrink import tiny_of
 from tests.tiny import NAMES, tiny, tiny_inputs
 
 COMMON = endless(14)
 READERS = ("mamba", "mamba2", "falcon_mamba", "jamba")
+USUAL = (  # one of each kind of layers
+    "llama", "qwen2", "gpt2", "gemma2", "bloom", "opt", "gpt_neox", "falcon_alibi", "mixtral", "deepseek_v3", "gpt_oss",
+    "qwen3_next", "recurrent_gemma", "lfm2", "mamba", "jamba", "t5", "bart", "whisper", "marian",
+)  # fmt: skip
 PROMPT = [[5, 9, 12, 7, 9, 12, 7]]
 
 
@@ -34,7 +38,7 @@ def logits(model: Any, name: str, rows: int = 2) -> torch.Tensor:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name if name in USUAL else slow(name) for name in NAMES])
 def test_packed_layers_say_the_same(name: str) -> None:
     """A model that was handed over keeps its modules and weights; what runs in its place computes the same."""
     model = tiny(name)

@@ -6,6 +6,7 @@ import random
 import pytest
 
 from specdec.models import LanguageModel
+from tests.matrix import slow
 from tests.models.exact import TOLERANCE, twin_of
 from tests.tiny import NAMES, tiny
 
@@ -15,7 +16,7 @@ COMMON = (
     *("llama", "gpt2", "mistral", "gemma2", "gpt_neo", "bloom", "mamba", "mamba2", "qwen3_next"),
     *("t5", "bart", "whisper"),
 )
-CASES = [pytest.param(n, marks=() if n in COMMON else pytest.mark.slow) for n in NAMES]
+CASES = [n if n in COMMON else slow(n) for n in NAMES]
 
 
 @functools.lru_cache(maxsize=2)

@@ -14,7 +14,7 @@ from specdec import LanguageModel, OptionError, SpecGenerator, UnsupportedError
 from specdec.models.backends.kv_session import KvSession
 from specdec.models.hf.derived import eyes
 from tests.heads import changed, eagle_folder
-from tests.matrix import endless
+from tests.matrix import endless, slow
 from tests.oracle import contrastive, oracle
 from tests.pictures import FAMILIES, IMAGE, VIDEO, VOCAB, batch, hearing, prompt, seeing
 from tests.tiny import tiny
@@ -24,7 +24,7 @@ BEGINNING, MIDDLE, ENDING = [1, 5, 6, 7, 8], [20, 21], [9, 10, 11, 12, 13]
 
 
 QUICK, MORE = ("qwen2_5_vl", "gemma3", "paligemma"), ("qwen3_vl", "smolvlm")
-SOME = [*QUICK, *(pytest.param(family, marks=pytest.mark.slow) for family in MORE)]
+SOME = [*QUICK, *map(slow, MORE)]
 
 
 @cache
@@ -176,8 +176,8 @@ def test_long_prompts_are_read_in_chunks(family: str) -> None:
     ("family", "backend"),
     [
         *((family, "eager") for family in QUICK),
-        *(pytest.param(family, "eager", marks=pytest.mark.slow) for family in MORE),
-        pytest.param("qwen2_5_vl", "packed", marks=pytest.mark.slow),
+        *(slow(family, "eager") for family in MORE),
+        slow("qwen2_5_vl", "packed"),
     ],
 )
 def test_eyes_are_loaded_for_the_first_picture(family: str, backend: str, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from specdec.models import LanguageModel
 from specdec.models.backends.padded import PaddedPasses
 from specdec.models.cache.cross_attention import CrossAttention
 from specdec.models.hf.derived import shallow_copy
+from tests.matrix import slow
 from tests.models.exact import Twin, twin_of
 from tests.tiny import never, tiny
 
@@ -28,7 +29,7 @@ RAGGED = (
 )  # fmt: skip
 if version.parse(transformers.__version__) >= version.parse("5.23"):  # in 5.17 its attention is its own
     RAGGED += ("umt5",)
-CASES = [pytest.param(name, marks=() if name in COMMON else pytest.mark.slow) for name in RAGGED]
+CASES = [name if name in COMMON else slow(name) for name in RAGGED]
 
 
 @functools.lru_cache(maxsize=2)
@@ -60,7 +61,7 @@ def test_rows_of_all_kinds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ("name", "backend"),
     [
         *(("llama", "packed"), ("llama", "eager"), ("bart", "eager"), ("mamba2", "eager")),
-        *(pytest.param(n, "packed", marks=pytest.mark.slow) for n in ("gemma2", "whisper", "bart")),
+        *(slow(n, "packed") for n in ("gemma2", "whisper", "bart")),
     ],
 )
 def test_hidden_states(name: str, backend: str) -> None:

@@ -18,7 +18,7 @@ from specdec.errors import LoadError
 from specdec.models.hf.device_hooks import execution_device, is_offloaded
 from specdec.models.loading.streamed_layers import run_layer, stream
 from specdec.models.loading.weight_files import find
-from tests.matrix import endless
+from tests.matrix import endless, slow
 from tests.oracle import oracle
 from tests.test_exact import prompt_for, reference
 from tests.tiny import DECODERS, tiny
@@ -94,7 +94,7 @@ BY_HAND = ["llama", "gemma2", "gpt2", "opt", "bloom", "falcon_alibi", "mamba2", 
 PLACES = [
     *((name, "streamed") for name in ("llama", "bloom", "mamba2", "t5", "bart")),
     *(  # in turns, and all of them among the slow tests
-        pytest.param(name, place, marks=[pytest.mark.slow] * ((i + j) % 2))
+        slow(name, place) if (i + j) % 2 else (name, place)
         for i, name in enumerate(BY_HAND)
         for j, place in enumerate(("disk", "memory"))
     ),

@@ -17,7 +17,7 @@ from specdec.models.backends.experts import expert_stacks
 from specdec.models.backends.packed_layers import replaced, tied_embeddings
 from specdec.models.backends.ragged_model import Sigmoid, Tanh
 from tests.heads import eagle_folder
-from tests.matrix import endless
+from tests.matrix import endless, slow
 from tests.tiny import ENCODER_DECODERS, threads, tiny, tiny_inputs
 
 pytestmark = pytest.mark.usefixtures("built")
@@ -34,7 +34,7 @@ HOWS: tuple[dict[str, Any], ...] = (
 CASES = [
     *(("llama", kind) for kind in KINDS),
     *(("gemma2", "int8"), ("whisper", "bfloat16"), ("qwen2_moe", "int8")),
-    *(pytest.param(*case, marks=pytest.mark.slow) for case in (("gpt2", "float32"), ("bart", "int4"))),
+    *(slow(*case) for case in (("gpt2", "float32"), ("bart", "int4"))),
 ]
 
 

@@ -108,19 +108,32 @@ def unplugged() -> None:
     raise PortAudioError("device unavailable")
 
 
+def interrupting() -> Any:
+    """Presses Ctrl-C once."""
+    presses = iter([lambda: os.kill(os.getpid(), signal.SIGINT)])
+
+    def end() -> bool:
+        next(presses, int)()
+        time.sleep(0.05)
+        return False
+
+    return end
+
+
 @pytest.mark.parametrize(
-    ("end", "words"),
+    ("end", "code", "words"),
     [
-        (unplugged, "no microphone can be heard (device unavailable): connect one, or pipe sound to --stdin"),
-        (lambda: True, "faster than it is transcribed, and some was lost: take a smaller model"),
+        (unplugged, 1, "no microphone can be heard (device unavailable): connect one, or pipe sound to --stdin"),
+        (lambda: True, 1, "faster than it is transcribed, and some was lost: take a smaller model"),
+        (interrupting(), 0, ""),
     ],
 )
-def test_microphone(typed: Any, whole: Any, end: Any, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What came before an error is transcribed."""
+def test_microphone(typed: Any, whole: Any, end: Any, code: int, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What came before an error, or Ctrl-C, is transcribed."""
     library = SimpleNamespace(InputStream=lambda **_: Microphone(end), PortAudioError=PortAudioError)
     monkeypatch.setitem(sys.modules, "sounddevice", library)
-    code, out, err = typed(b"", "--microphone")
-    assert (code, out) == (1, whole["text"].strip() + "\n")
+    ended, out, err = typed(b"", "--microphone")
+    assert (ended, out) == (code, whole["text"].strip() + "\n")
     assert words in err
 
 
@@ -130,23 +143,6 @@ def test_microphone_without_its_library(typed: Any, monkeypatch: pytest.MonkeyPa
     code, out, err = typed(b"", "--microphone")
     assert (code, out, "listening" in err) == (1, "", False)
     assert "--microphone needs sounddevice: pip install -e '.[microphone]'" in err
-
-
-def test_ctrl_c_ends_the_sound(typed: Any, whole: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what came before it is transcribed."""
-
-    def interrupted() -> bool:
-        if not signals:
-            signals.append(os.kill(os.getpid(), signal.SIGINT))
-        time.sleep(0.05)
-        return False
-
-    signals: list[None] = []
-
-    library = SimpleNamespace(InputStream=lambda **_: Microphone(interrupted), PortAudioError=PortAudioError)
-    monkeypatch.setitem(sys.modules, "sounddevice", library)
-    code, out, _ = typed(b"", "--microphone")
-    assert (code, out) == (0, whole["text"].strip() + "\n")
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from specdec.pipelines.speech.audio import log_mel, read_audio
 from specdec.pipelines.speech.settings import SpeechSettings
 from specdec.pipelines.speech.whisper import Evidence, Whisper
 from specdec.pipelines.speech.windows import Track, window_segments
+from tests.matrix import slow
 from tests.speech import RATE, processor, settings, speech, whisper
 from tests.tiny import tiny
 
@@ -72,7 +73,8 @@ def ours(model: PreTrainedModel, sound: Any, draft: Any = None, **options: Any) 
 
 
 SOUNDS = [(0.6, True, "none"), (0.6, True, "own encoder"), (1.0, True, "none"), (1.0, True, "shared encoder")]
-SOUNDS += [(seconds, stamps, draft) for seconds, stamps in ((0.8, False), (2.2, True)) for draft in DRAFTS]
+SOUNDS += [(2.2, True, draft) for draft in DRAFTS] + [(0.8, False, "none"), (0.8, False, "hybrid")]
+SOUNDS += [slow(0.8, False, draft) for draft in [*DRAFTS][1:-1]]
 
 
 @pytest.mark.parametrize(("seconds", "stamps", "draft"), SOUNDS)
@@ -106,7 +108,7 @@ SETTINGS: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("draft", [None, "own encoder"])
+@pytest.mark.parametrize("draft", [slow(None), "own encoder"])
 @pytest.mark.parametrize("options", SETTINGS, ids=lambda o: " ".join(o))
 def test_settings_equal_transformers(options: dict[str, Any], draft: str | None) -> None:
     """Languages (also by ear), tasks, prompts, context, and options of the decoding."""
@@ -153,9 +155,7 @@ def test_english_only() -> None:
             ours(model, sound, **wrong)
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"return_timestamps": True}, pytest.param({"num_beams": 3}, marks=pytest.mark.slow)], ids=str
-)
+@pytest.mark.parametrize("options", [{}, {"return_timestamps": True}, slow({"num_beams": 3})], ids=str)
 def test_the_package_s_own_pair(options: dict[str, Any]) -> None:
     """A trained model on real sound, short and long: transformers' tokens, and a draft that is often right."""
     pair = bundled_models.pair("speech")

@@ -13,6 +13,7 @@ from specdec.server.messages import Tool
 from specdec.server.protocol import ChatRequest
 from specdec.server.tools import call_grammar, forms_of
 from tests.folders import WIDTH, byte_tokenizer
+from tests.matrix import slow
 
 SCHEMA = {
     "type": "object",
@@ -97,12 +98,12 @@ def test_calls_beside_the_form_are_read(written: str, size: int) -> None:
     assert not written.startswith("{") or read(QWEN, inline, size)[1] == expected[1:]
 
 
-@pytest.mark.parametrize("size", [1, 10_000])
+@pytest.mark.parametrize(("size", "step"), [(10_000, 1), (1, 7), slow(1, 1)])
 @pytest.mark.parametrize("template", WRITTEN)
-def test_unfinished_calls_are_no_text(template: str, size: int) -> None:
+def test_unfinished_calls_are_no_text(template: str, size: int, step: int) -> None:
     """Wherever an answer is cut, `content` has no part of its calls. (It ended with half a call.)"""
     written = WRITTEN[template]
-    for end in range(len(written)):
+    for end in range(0, len(written), step):
         content, calls, _ = read(template, written[:end], size, must=True)
         assert (content, len(calls) <= 2) == ("", True)
         content, calls, _ = read(template, f"a < b\n{written[:end]}", size)

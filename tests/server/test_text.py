@@ -11,6 +11,7 @@ from specdec.generator.tokenizers import decode
 from specdec.server.text import TextModel
 from tests.folders import WIDTH
 from tests.generator.test_tokenizers import KINDS, kinds
+from tests.matrix import slow
 from tests.server.served import DRAFTS, TOKENIZER, app, asking, events, model_of, text_model
 from tests.tiny import tiny
 
@@ -41,9 +42,7 @@ def request(**fields: Any) -> dict[str, Any]:
     return {"prompt": PROMPT, "max_tokens": 20, **fields}
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in OPTIONS]
-)
+@pytest.mark.parametrize("name", [name if name in QUICK else slow(name) for name in OPTIONS])
 def test_every_draft_with_every_option(name: str) -> None:
     """No draft changes a text, whole or streamed (elsewhere a penalty beside a draft ends the process)."""
     outcomes = set()

@@ -14,7 +14,7 @@ from specdec import OptionError, SpecGenerator, UnsupportedError
 from specdec.errors import LoadError
 from specdec.models.hf.tiny_models import shake
 from tests.heads import IDS, Proposals
-from tests.matrix import endless
+from tests.matrix import endless, slow
 from tests.tiny import tiny
 from tests.versions import OLD
 
@@ -67,7 +67,7 @@ def candidates(model: Any, draft: Any, text: list[int], count: int) -> list[int]
 
 
 @pytest.mark.skipif(OLD, reason="transformers drafts otherwise")
-@pytest.mark.parametrize("unified", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("unified", [False, slow(True)])
 def test_guesses_are_those_of_transformers(unified: bool, proposals: Proposals, tmp_path: Path) -> None:
     """In ragged batches, over chunked prompts and windows, after rejections, of a model and of a folder.
 

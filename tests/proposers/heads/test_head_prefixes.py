@@ -11,13 +11,13 @@ import torch
 
 from specdec import LanguageModel, SpecGenerator
 from specdec.models import prefix_bytes
+from tests.engine.test_threads import is_clean
 from tests.heads import IDS, RUN, Proposals, eagle_folder, target
+from tests.matrix import slow
 
 FIRST = [(7 * i) % 50 + 5 for i in range(40)]
 DRAFTING: dict[str, Any] = {**RUN, "schedule": "constant", "num_assistant_tokens": 3}
-KINDS = ["eagle", "mtp", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("dflash", "gemma4"))]
-
-
+KINDS = ["eagle", "mtp", slow("dflash"), slow("gemma4")]
 WAYS: dict[str, dict[str, Any]] = {
     "constant": {"schedule": "constant", "num_assistant_tokens": 4},
     "branches": {"schedule": "heuristic", "num_assistant_branches": 3},
@@ -27,11 +27,15 @@ WAYS: dict[str, dict[str, Any]] = {
     "block": {"do_sample": True, "seed": 3, "sampling": "block", "schedule": "confidence"},
     "guided": {"guidance_scale": 1.8},
 }
-MADE = ["fc", "dflash", "mtp", "mellum", "gemma4"]
+USUAL = {
+    "fc": {*WAYS}, "dflash": {"constant", "branches", "block"}, "mtp": {"constant", "beams", "samples"},
+    "mellum": {"constant"}, "gemma4": {"constant", "rejection"},
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("kind", MADE)
+@pytest.mark.parametrize(
+    ("kind", "way"), [(kind, way) if way in USUAL[kind] else slow(kind, way) for kind in USUAL for way in WAYS]
+)
 def test_the_text_is_the_target_s(kind: str, way: str, made: Callable[[str], tuple[Any, Any]]) -> None:
     """With trees, samples and beams, in ragged batches; sampling by q repeats under a seed."""
     model, draft = made(kind)
@@ -122,6 +126,7 @@ def test_what_is_kept_of_a_head_holds_no_sequence(tmp_path: Path) -> None:
     sequence = weakref.ref(call.call.seqs[0])
     call.run()
     del call
+    assert is_clean(generator)  # the engine's thread has ended
     gc.collect()
     assert sequence() is None
 

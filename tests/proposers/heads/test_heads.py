@@ -21,6 +21,7 @@ from specdec.proposers.growth import Feed
 from specdec.proposers.heads import load_head
 from specdec.proposers.heads.proposer import HeadProposer
 from tests.heads import IDS, RUN, THREE, Eagle, Proposals, changed, eagle_folder, reweighed, states_of, target
+from tests.matrix import slow
 from tests.tiny import tiny
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -128,7 +129,7 @@ def test_branches_are_read_with_the_target_s_states(kind: str, tmp_path: Path, m
     assert compared > 30
 
 
-@pytest.mark.parametrize("name", ["gemma2", "gpt2", pytest.param("qwen3_next", marks=pytest.mark.slow), "bloom"])
+@pytest.mark.parametrize("name", ["gemma2", "gpt2", slow("qwen3_next"), "bloom"])
 def test_targets_of_all_kinds(name: str, tmp_path: Path) -> None:
     """Any model that tells hidden states can have a head."""
     model = tiny(name)

@@ -18,13 +18,12 @@ from specdec.core.outcome import Round
 from specdec.proposers.heads import proposer as module
 from specdec.proposers.heads.proposer import HeadDraft, HeadProposer
 from tests.heads import IDS, RUN, Proposals, states_of
+from tests.matrix import slow
 from tests.proposers.fakes import FakeSequence
 
 LIMIT = 3
 Make = Callable[[str], tuple[Any, Any]]
-KINDS = [
-    "eagle", "two", "mtp", "anchor", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("dflash", "gemma4")),
-]  # fmt: skip
+KINDS = ["eagle", "mtp", "anchor", *map(slow, ("two", "dflash", "gemma4"))]
 
 
 def guesses_anew(draft: Any, tokens: Sequence[int], states: Tensor) -> list[int]:
