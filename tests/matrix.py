@@ -53,6 +53,13 @@ def slow(*case: Any) -> Any:
     return pytest.param(*case, marks=pytest.mark.slow)
 
 
+def in_turn(**parameters: Sequence[Any]) -> pytest.MarkDecorator:
+    """Parametrizes a test by all cases, of which every other one runs in CI alone."""
+    cases = product(*(enumerate(values) for values in parameters.values()))
+    turns = [(sum(i for i, _ in case) % 2, [value for _, value in case]) for case in cases]
+    return pytest.mark.parametrize(tuple(parameters), [slow(*case) if odd else tuple(case) for odd, case in turns])
+
+
 def some(*names: str) -> dict[str, dict[str, Any]]:
     """These of the strategies."""
     return {name: STRATEGIES[name] for name in names}

@@ -10,7 +10,7 @@ from transformers.models.git import GitConfig, GitForCausalLM
 
 from specdec import LanguageModel, OptionError, SpecGenerator, UnsupportedError
 from tests.families import prompts
-from tests.matrix import in_pairs
+from tests.matrix import in_pairs, in_turn
 from tests.models.encoders import IDS, MADE, loud
 from tests.oracle import oracle
 from tests.shrink import class_named, tiny_of
@@ -25,8 +25,7 @@ def own_text(model: Any, inputs: dict[str, torch.Tensor], **how: Any) -> list[li
     return model.generate(**inputs, **COMMON, **how).tolist()
 
 
-@pytest.mark.parametrize("backend", ["eager", "packed"])
-@pytest.mark.parametrize("name", MADE)
+@in_turn(name=[*MADE], backend=["eager", "packed"])
 def test_batches_of_two_lengths(name: str, backend: str, built: None) -> None:
     """Greedy and with beams, alone and with drafts that are right, half right and wrong: the model's own text.
 

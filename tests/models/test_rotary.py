@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from specdec import LanguageModel, SpecGenerator, UnsupportedError
 from specdec.models.hf.positions import Scaling
 from specdec.models.protocols import Capability
-from tests.matrix import endless
+from tests.matrix import endless, in_turn
 from tests.oracle import KINDS, oracle
 from tests.test_exact import new_tokens, reference
 from tests.tiny import tiny
@@ -56,8 +56,7 @@ def theirs(name: str, ids: Tensor, **options: Any) -> list[list[int]]:
     return reference(scaled(name), inputs, max_new_tokens=LENGTH, **options).tolist()
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("length", PROMPTS)
+@in_turn(name=[*MODELS], length=PROMPTS)
 def test_text_equals_transformers(name: str, length: int) -> None:
     """Before, across and beyond the switch. (Drafted nodes beyond it changed the angles of the whole pass.)"""
     ids = prompt(length)
@@ -80,8 +79,7 @@ def test_rows_equal_themselves_alone(name: str) -> None:
         assert together == [row[len(p) :] for row, p in zip(alone, prompts, strict=True)]
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("length", [31, 45])
+@in_turn(name=[*MODELS], length=[31, 45])
 def test_prompts_in_chunks(name: str, length: int) -> None:
     """A chunk is scaled as the prompt that it is part of. (Each went by its own length.)"""
     ids = prompt(length)
@@ -91,8 +89,7 @@ def test_prompts_in_chunks(name: str, length: int) -> None:
         assert generator.generate(ids, **OPTIONS, prefill_chunk_size=7).sequences.tolist() == expected
 
 
-@pytest.mark.parametrize("name", ["rereads", "longrope", "dynamic"])
-@pytest.mark.parametrize("length", [20, 31])
+@in_turn(name=["rereads", "longrope", "dynamic"], length=[20, 31])
 def test_beams(name: str, length: int) -> None:
     """Branches cross the switch together, whatever they share; also where all of them are read again, in chunks."""
     ids = prompt(length)

@@ -17,7 +17,7 @@ from specdec.models.backends.experts import expert_stacks
 from specdec.models.backends.packed_layers import replaced, tied_embeddings
 from specdec.models.backends.ragged_model import Sigmoid, Tanh
 from tests.heads import eagle_folder
-from tests.matrix import endless, slow
+from tests.matrix import endless, in_turn, slow
 from tests.tiny import ENCODER_DECODERS, threads, tiny, tiny_inputs
 
 pytestmark = pytest.mark.usefixtures("built")
@@ -32,9 +32,8 @@ HOWS: tuple[dict[str, Any], ...] = (
 
 
 CASES = [
-    *(("llama", kind) for kind in KINDS),
-    *(("gemma2", "int8"), ("whisper", "bfloat16"), ("qwen2_moe", "int8")),
-    *(slow(*case) for case in (("gpt2", "float32"), ("bart", "int4"))),
+    *(("llama", "bfloat16"), ("llama", "int4"), ("gemma2", "int8"), ("whisper", "bfloat16"), slow("qwen2_moe", "int8")),
+    *(slow(*case) for case in (("llama", "float32"), ("llama", "int8"), ("gpt2", "float32"), ("bart", "int4"))),
 ]
 
 
@@ -117,8 +116,7 @@ def test_a_cached_beginning_leaves_logits_alone(name: str, kind: str) -> None:
         prompt = [*texts(out)[0], 9, 10 + turn]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "bart", "qwen2_moe", "qwen3_moe", "gpt_oss"])
+@in_turn(name=["llama", "gemma2", "gpt2", "bart", "qwen2_moe", "qwen3_moe", "gpt_oss"], kind=KINDS)
 def test_logits_bit_for_bit(name: str, kind: str) -> None:
     """Whatever shares a pass, however many threads compute it, and wherever a value then stands."""
     language, source = strict(name, kind), random.Random(0)

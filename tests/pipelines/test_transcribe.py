@@ -155,7 +155,7 @@ def test_english_only() -> None:
             ours(model, sound, **wrong)
 
 
-@pytest.mark.parametrize("options", [{}, {"return_timestamps": True}, slow({"num_beams": 3})], ids=str)
+@pytest.mark.parametrize("options", [{}, slow({"return_timestamps": True}), slow({"num_beams": 3})], ids=str)
 def test_the_package_s_own_pair(options: dict[str, Any]) -> None:
     """A trained model on real sound, short and long: transformers' tokens, and a draft that is often right."""
     pair = bundled_models.pair("speech")
@@ -174,7 +174,7 @@ def test_the_package_s_own_pair(options: dict[str, Any]) -> None:
 # --- windows that were misheard
 
 
-@pytest.mark.parametrize("draft", [None, "shared encoder"])
+@pytest.mark.parametrize("draft", [slow(None), "shared encoder"])
 def test_silent_windows_are_skipped(draft: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the text is unlikely and silence likely enough, as in transformers: no window, some, all."""
     heard: list[float] = []
@@ -250,7 +250,7 @@ def test_evidence_is_in_the_scores(stamps: bool) -> None:
     assert model.generation_config.suppress_tokens
 
 
-@pytest.mark.parametrize("rule", [{"compression_ratio_threshold": 1.1}, {"logprob_threshold": -0.4}])
+@pytest.mark.parametrize("rule", [{"logprob_threshold": -0.4}, slow({"compression_ratio_threshold": 1.1})])
 def test_misheard_windows_are_tried_again(rule: dict[str, Any]) -> None:
     """Warmer, until the text passes. (With one candidate a draw is no chance, and transformers comes to the same.)"""
     model, sound = target(2), speech(2.2, seed=2)
@@ -286,7 +286,7 @@ def test_draws_depend_on_the_seed_alone() -> None:
 # --- batches and chunks
 
 
-@pytest.mark.parametrize("options", [{}, {"condition_on_prev_tokens": True}, {"language": None}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"condition_on_prev_tokens": True}, slow({"language": None})], ids=str)
 def test_recordings_are_read_as_if_alone(options: dict[str, Any]) -> None:
     model = target(1)
     sounds = [speech(seconds, seed=i) for i, seconds in enumerate([0.5, 2.2, 1.0, 1.6])]
@@ -315,7 +315,7 @@ CHUNKED: list[dict[str, Any]] = [
 GENERATE = {**EN, "num_beams": 1, "max_new_tokens": 25}
 
 
-@pytest.mark.parametrize("options", CHUNKED, ids=str)
+@pytest.mark.parametrize("options", [*CHUNKED[::2], *map(slow, CHUNKED[1::2])], ids=str)
 def test_chunks_equal_the_pipeline(options: dict[str, Any]) -> None:
     """Overlapping chunks, decoded in ragged batches with a draft, merged to the pipeline's output."""
     model, sound = target(1, stamps="return_timestamps" in options), speech(2.6, seed=1)
@@ -361,7 +361,7 @@ def test_text_beyond_the_last_timestamp_is_expected_again(monkeypatch: pytest.Mo
         assert rest == text[-len(rest) :] != []
 
 
-@pytest.mark.parametrize("draft", [None, "own encoder"])
+@pytest.mark.parametrize("draft", [slow(None), "own encoder"])
 @pytest.mark.parametrize("options", [{}, {"chunk_length_s": 1, "stride_length_s": 0.1}], ids=str)
 def test_words_equal_the_pipeline(options: dict[str, Any], draft: str | None) -> None:
     """When each word is said, by the attention of the heads that align, read once the text is known."""
@@ -441,7 +441,7 @@ def test_languages_change_between_windows(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"return_timestamps": True}, {"return_timestamps": "word"}, {"chunk_length_s": 1}]
+    "options", [{}, {"return_timestamps": "word"}, slow({"return_timestamps": True}), slow({"chunk_length_s": 1})]
 )
 def test_text_that_is_told_by_windows(options: dict[str, Any]) -> None:
     """The pieces add up; where a later window may change what was heard there is one."""
