@@ -11,6 +11,7 @@ import torch
 
 from specdec import DisjunctiveConstraint, PhrasalConstraint, SpecGenerator
 from tests.golden import models
+from tests.matrix import slow
 from tests.oracle import oracle
 from tests.test_exact import noisy
 
@@ -64,7 +65,7 @@ def test_golden(kind: str, number: int) -> None:
     assert_golden(run(case), case)
 
 
-@pytest.mark.parametrize(("kind", "number"), DRAFTED)
+@pytest.mark.parametrize(("kind", "number"), [*DRAFTED[::2], *(slow(*case) for case in DRAFTED[1::2])])
 def test_golden_with_drafts(kind: str, number: int) -> None:
     """Drafts that are mostly right, copy, or guess at random: the same texts, scores and beams."""
     case = DATA[kind]["cases"][number]

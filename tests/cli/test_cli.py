@@ -25,7 +25,7 @@ from specdec import Loading, SpecGenerator
 from specdec.bench.machine import FEWER_THREADS
 from specdec.bench.prompts import PromptText
 from specdec.bench.samples import Difference
-from specdec.cli import commands
+from specdec.cli import commands, main
 from specdec.cli.pair import comparison
 from specdec.cli.request import read_request
 from specdec.cli.show import Printer
@@ -133,12 +133,15 @@ def test_help_at_80_columns(monkeypatch: pytest.MonkeyPatch, called: Any) -> Non
         ("specdec generate --draft ngram+zoo:s", ["ngram+zoo:speech"]),
     ],
 )
-def test_shell_completion(words: str, expected: list[str]) -> None:
-    """Commands, and the words that flags and names take, without loading torch."""
+def test_shell_completion(words: str, expected: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """Commands, and the words that flags and names take."""
     asked = {"_SPECDEC_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(len(words.split()) - 1)}
-    code = "import sys; sys.argv = ['specdec']; from specdec.cli import main; main()"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **asked})
-    assert done.stdout.split() == expected
+    for name, value in asked.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "argv", ["specdec"])
+    with pytest.raises(SystemExit):
+        main()
+    assert capsys.readouterr().out.split() == expected
 
 
 def test_a_bar_while_weights_are_brought_in(target: str, monkeypatch: pytest.MonkeyPatch) -> None:

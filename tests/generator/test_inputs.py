@@ -12,7 +12,7 @@ from specdec import LanguageModel, OptionError, SpecGenerator, UnsupportedError
 from specdec.core.tree import Tree
 from tests.folders import WIDTH, byte_tokenizer
 from tests.generator.conftest import Letters, idle
-from tests.matrix import pairwise
+from tests.matrix import pairwise, slow
 from tests.oracle import oracle
 from tests.proposers.fakes import OwnProposer
 from tests.tiny import ENCODER_DECODERS, tiny, tiny_inputs
@@ -91,7 +91,11 @@ PADDED = torch.tensor([[0, 0, 0, 9, 12, 7, 30, 6], [8, 8, 4, 3, 11, 40, 5, 6], [
 MASK = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1], [1] * 8, [0, 1, 1, 1, 1, 0, 1, 0]])
 
 
-@pytest.mark.parametrize("name", [name for name in ENCODER_DECODERS if name != "whisper"])
+USUAL = ("t5", "bart", "m2m_100", "blenderbot")
+OTHERS = [name for name in ENCODER_DECODERS if name not in (*USUAL, "whisper")]
+
+
+@pytest.mark.parametrize("name", [*USUAL, *map(slow, OTHERS)])
 def test_padding_anywhere_in_encoder_ids(name: str) -> None:
     """An encoder gets the ids and mask as they are. (Padding was moved to the right, where positions count columns.)"""
     model = tiny(name)

@@ -538,6 +538,7 @@ def test_a_compiler_with_arguments(copying: str, told: Callable[..., list[str]],
     assert (tmp_path / "calls").read_text() == "call\n"
 
 
+@pytest.mark.slow
 def test_two_processes_build_once(copying: str, tmp_path: Path) -> None:
     """Of two processes that need the library at once, one builds it, and the other one waits for it."""
     both = [run(PACKS, tmp_path / "kernels", CXX=copying, PAUSE="1") for _ in range(2)]
@@ -578,6 +579,7 @@ def test_a_library_belongs_to_a_processor(monkeypatch: pytest.MonkeyPatch) -> No
     assert len({known, other, build.digest()}) == 3
 
 
+@pytest.mark.slow
 def test_choices_do_not_depend_on_what_was_loaded() -> None:
     """At the border of a top-p the first call of a process keeps what all later ones keep.
 

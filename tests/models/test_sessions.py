@@ -1,6 +1,7 @@
 """What sessions promise beyond exact logits: cost, isolation, extras, errors."""
 
 import copy
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from typing import Any
@@ -14,9 +15,9 @@ from specdec.core.work import Work
 from specdec.errors import OptionError, UnsupportedError
 from specdec.models import Encoding, LanguageModel
 from specdec.models.cache import buffers, recurrent_state
-from tests.matrix import endless
+from tests.matrix import endless, slow
 from tests.models.exact import TOLERANCE, Twin, encoding_for, twin_of
-from tests.oracle import KINDS, oracle
+from tests.oracle import oracle
 from tests.shrink import class_named, tiny_of
 from tests.tiny import tiny, tiny_inputs
 
@@ -421,15 +422,19 @@ def test_cross_attentions_of_rows_with_encodings_of_different_lengths() -> None:
     assert [out.cross_attentions[0].shape[-1] for out in outputs] == [9, 3]
 
 
+SOME = pytest.mark.parametrize("kinds", [(None, "half"), slow(("perfect", "wrong", "random"))], ids=str)
+
+
+@SOME
 @pytest.mark.parametrize("search", [{"repetition_penalty": 1.4}, {"num_beams": 3}], ids=str)
-def test_a_window_that_begins_after_the_prompt(search: dict[str, Any]) -> None:
+def test_a_window_that_begins_after_the_prompt(search: dict[str, Any], kinds: Sequence[str | None]) -> None:
     """UnlimitedOcr keeps its prompt whole, and a window of the answer. (A draft's first guesses counted as prompt: from
     the end of the window on the text was another one.)
     """
     model = tiny_of(class_named("UnlimitedOcrForConditionalGeneration"))
     prompts = [[*range(5, 25)], [*range(5, 20), 40, 41], [7, 8]]
     answers = [theirs(model, prompt, **search) for prompt in prompts]
-    for kind in (None, *KINDS):
+    for kind in kinds:
         generator = SpecGenerator(model, kind and oracle(kind, answers, 64), prefix_cache=True)
         for some in (prompts, prompts[:1], prompts[1:2]):
             out = generator.generate(some, **endless(30, **search))
@@ -443,7 +448,8 @@ def theirs(model: Any, prompt: list[int], **search: Any) -> list[int]:
     return text
 
 
-def test_ngrams_of_a_window() -> None:
+@SOME
+def test_ngrams_of_a_window(kinds: Sequence[str | None]) -> None:
     """UnlimitedOcr's checkpoint asks for it. (All of the text was the window, without a word: another text.)"""
     model = tiny_of(class_named("UnlimitedOcrForConditionalGeneration"))
     whole = theirs(model, [5, 6, 7, 8], no_repeat_ngram_size=1)
@@ -451,6 +457,6 @@ def test_ngrams_of_a_window() -> None:
     for search in ({}, {"num_beams": 3}):
         answer = theirs(model, [5, 6, 7, 8], **search)
         assert answer != whole
-        for kind in (None, *KINDS):
+        for kind in kinds:
             generator = SpecGenerator(model, kind and oracle(kind, [answer], 64))
             assert generator.generate([[5, 6, 7, 8]], **endless(30, **search)).sequences.tolist() == [answer], kind

@@ -24,6 +24,7 @@ from specdec.server.protocol import (
     TokenizeRequest,
 )
 from specdec.server.routes import audio as audio_routes
+from tests.matrix import slow
 from tests.server.served import app, asking, events, model_of, recording, speech_model
 
 Path = tuple[str | int, ...]
@@ -263,7 +264,7 @@ ODD: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("draft", ["none", "suffix", "model"])
+@pytest.mark.parametrize("draft", ["suffix", slow("none"), slow("model")])
 def test_options_that_do_not_go_together(draft: str) -> None:
     """The library's errors name its own options: `num_return_sequences`, `do_sample`, `sequence_bias`, and drafts."""
     names, refused = fields(CompletionRequest), 0
