@@ -53,6 +53,14 @@ def slow(*case: Any) -> Any:
     return pytest.param(*case, marks=pytest.mark.slow)
 
 
+def with_kinds(names: Sequence[str], usual: Sequence[str], kinds: Sequence[Any]) -> list[Any]:
+    """Cases of a name and kinds of drafts: all of them for usual names, half right for others but in CI."""
+    cases: list[Any] = [(name, kinds) for name in names if name in usual]
+    for name in (name for name in names if name not in usual):
+        cases += [(name, ["half"]), slow(name, kinds)]
+    return cases
+
+
 def in_turn(**parameters: Sequence[Any]) -> pytest.MarkDecorator:
     """Parametrizes a test by all cases, of which every other one runs in CI alone."""
     cases = product(*(enumerate(values) for values in parameters.values()))

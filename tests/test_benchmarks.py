@@ -60,6 +60,7 @@ def server_load(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 def test_server_load(url: str, tmp_path: Path) -> None:
     """Every request of every load is counted once, with its tokens and latencies; plain loads draft nothing."""
     (tmp_path / "prompts.txt").write_text("abab abab\n\nxyz\n")
@@ -77,6 +78,7 @@ def test_server_load(url: str, tmp_path: Path) -> None:
         assert (load["mean_acceptance_length"] is None) == load["plain"]
 
 
+@pytest.mark.slow
 def test_server_load_tells_a_refusal(url: str) -> None:
     done = server_load(url, "--model", "no-such-model")
     assert done.returncode == 1

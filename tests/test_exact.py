@@ -11,7 +11,7 @@ from torch import Tensor
 from specdec import LanguageModel, SpecGenerator
 from specdec.core.budget import Budget
 from specdec.core.draft_schedules.cost import Cost
-from tests.matrix import endless, slow
+from tests.matrix import endless, slow, with_kinds
 from tests.oracle import KINDS, oracle
 from tests.tiny import DECODERS, NAMES, tiny, tiny_inputs
 
@@ -39,17 +39,7 @@ def reference(model: Any, inputs: dict[str, Tensor], **options: Any) -> Tensor:
         )
 
 
-OTHERS = [name for name in ARCHITECTURES if name not in COMMON]
-
-
-@pytest.mark.parametrize(
-    ("name", "kinds"),
-    [
-        *((name, KINDS) for name in COMMON),
-        *((name, ["half"]) for name in OTHERS),
-        *(slow(name, KINDS) for name in OTHERS),
-    ],
-)
+@pytest.mark.parametrize(("name", "kinds"), with_kinds(ARCHITECTURES, COMMON, KINDS))
 def test_greedy_equals_transformers(name: str, kinds: Sequence[str]) -> None:
     """Plain and assisted text equal transformers', for drafts that are right, half right, wrong and random."""
     model = tiny(name, vocab=VOCAB)

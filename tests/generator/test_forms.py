@@ -16,6 +16,7 @@ from specdec.errors import DraftError, OptionError, UnsupportedError
 from specdec.options.bundled_models import locate
 from specdec.options.generate import Form
 from tests.folders import WIDTH, byte_tokenizer
+from tests.matrix import in_turn
 from tests.tiny import tiny
 
 pytest.importorskip("llguidance")
@@ -220,9 +221,9 @@ def test_wrong_forms(name: str) -> None:
         generator_of("none").generate("ab", max_new_tokens=8, **options)
 
 
-@pytest.mark.parametrize("draft", DRAFTS)
-@pytest.mark.parametrize(
-    "form", [{"guided_regex": "(a{1000}){1000}"}, {"guided_grammar": "start: start"}, {"guided_json": {"$ref": "#"}}]
+@in_turn(
+    draft=[*DRAFTS],
+    form=[{"guided_regex": "(a{1000}){1000}"}, {"guided_grammar": "start: start"}, {"guided_json": {"$ref": "#"}}],
 )
 def test_forms_that_no_text_can_follow(form: dict[str, Any], draft: str) -> None:
     """An expression beyond llguidance's bounds, a rule of itself alone. (The text ended, as if it were complete.)"""

@@ -1,5 +1,6 @@
 """Models that see write what `model.generate` writes: every family, with any draft, whatever shares their passes."""
 
+from collections.abc import Sequence
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -14,8 +15,8 @@ from specdec import LanguageModel, OptionError, SpecGenerator, UnsupportedError
 from specdec.models.backends.kv_session import KvSession
 from specdec.models.hf.derived import eyes
 from tests.heads import changed, eagle_folder
-from tests.matrix import endless, slow
-from tests.oracle import contrastive, oracle
+from tests.matrix import endless, slow, with_kinds
+from tests.oracle import KINDS, contrastive, oracle
 from tests.pictures import FAMILIES, IMAGE, VIDEO, VOCAB, batch, hearing, prompt, seeing
 from tests.tiny import tiny
 
@@ -56,13 +57,13 @@ def new(rows: Any) -> list[list[int]]:
     return [list(map(int, row[-LENGTH:])) for row in rows]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_equals_transformers(family: str) -> None:
+@pytest.mark.parametrize(("family", "kinds"), with_kinds([*FAMILIES], QUICK, [None, *KINDS]))
+def test_greedy_equals_transformers(family: str, kinds: Sequence[str | None]) -> None:
     """In one batch, with drafts that are right, half right, wrong and random."""
     model, inputs = model_of(family), batch(family, rows_of(family))
     other = reference(model, prompt(family, BEGINNING, 3, ENDING))
     assert new(other) != new(expected(family)[2:3]), "another picture in the same text changes nothing"
-    for kind in (None, "perfect", "half", "wrong", "random"):
+    for kind in kinds:
         draft = None if kind is None else oracle(kind, expected(family), VOCAB)
         out = SpecGenerator(model, draft).generate(**inputs, **endless(LENGTH))
         assert new(out.sequences) == new(expected(family)), kind
