@@ -95,6 +95,18 @@ def test_a_model_without_a_name_leaves_no_file(folder: Path) -> None:
     assert not folder.exists()
 
 
+@pytest.fixture(scope="module")
+def written(folders: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """The name and the text of the file that a program leaves."""
+    root = tmp_path_factory.mktemp("written")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SPECDEC_PROBES", str(root))
+        with generator(folders) as first:
+            first.generate(PROMPT, **CALL)
+    [file] = root.glob("costs/*-*.json")
+    return file.name, file.read_text()
+
+
 def _changed(text: str, value: Any) -> str:
     data = json.loads(text)
     data[0]["levels"] = value
@@ -114,11 +126,12 @@ def _changed(text: str, value: Any) -> str:
         lambda text: text.replace('"bins":[[', '"bins":[[1,1,1],['),
     ],
 )
-def test_a_broken_file_is_ignored(folder: Path, folders: tuple[str, str], broken: Any) -> None:
-    with generator(folders) as first:
-        first.generate(PROMPT, **CALL)
-    [file] = folder.glob("*-*.json")
-    file.write_text(broken(file.read_text()))
+def test_a_broken_file_is_ignored(
+    folder: Path, folders: tuple[str, str], written: tuple[str, str], broken: Any
+) -> None:
+    name, text = written
+    folder.mkdir()
+    (file := folder / name).write_text(broken(text))
     with generator(folders) as second:
         assert not learned(second).is_measured
         second.generate(PROMPT, **CALL)
