@@ -266,12 +266,8 @@ def test_debug_shows_the_traceback(called: Any) -> None:
 
 
 RAISED = {
-    OptionError("a\n b"): 2,
-    SpecdecError("a b"): 1,
-    RuntimeError("a b"): 1,
-    KeyboardInterrupt(): 130,
-    SystemExit(3): 3,
-}
+    OptionError("a\n b"): 2, SpecdecError("a b"): 1, RuntimeError("a b"): 1, KeyboardInterrupt(): 130, SystemExit(3): 3,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("raised", "code"), RAISED.items(), ids=lambda v: type(v).__name__)

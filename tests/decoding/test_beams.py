@@ -30,16 +30,13 @@ def cases(seed: int, count: int) -> list[dict[str, Any]]:
     source = random.Random(seed)
     return [
         {
-            "num_beams": (beams := source.choice([2, 3, 4, 6])),
-            "num_return_sequences": source.choice([1, beams]),
-            "max_new_tokens": source.choice([4, 12, 16]),
-            "eos_token_id": source.choice([None, 5, [7, 9, 11], [3, 40]]),
+            "num_beams": (beams := source.choice([2, 3, 4, 6])), "num_return_sequences": source.choice([1, beams]),
+            "max_new_tokens": source.choice([4, 12, 16]), "eos_token_id": source.choice([None, 5, [7, 9, 11], [3, 40]]),
             "length_penalty": source.choice([1.0, 0.0, 2.0, -1.0]),
-            "early_stopping": source.choice([True, False, "never"]),
-            **source.choice(PROCESSORS),
+            "early_stopping": source.choice([True, False, "never"]), **source.choice(PROCESSORS),
         }
         for _ in range(count)
-    ]
+    ]  # fmt: skip
 
 
 def theirs(model: Any, inputs: dict[str, Tensor], case: dict[str, Any], **more: Any) -> Any:

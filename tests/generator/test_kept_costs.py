@@ -116,16 +116,11 @@ def _changed(text: str, value: Any) -> str:
 @pytest.mark.parametrize(
     "broken",
     [
-        lambda text: text[:-9],
-        lambda text: "{}",
-        lambda text: "[]",
-        lambda text: "\0",
-        lambda text: _changed(text, float("nan")),
-        lambda text: _changed(text, -1),
-        lambda text: _changed(text, "many"),
+        lambda text: text[:-9], lambda text: "{}", lambda text: "[]", lambda text: "\0",
+        lambda text: _changed(text, float("nan")), lambda text: _changed(text, -1), lambda text: _changed(text, "many"),
         lambda text: text.replace('"bins":[[', '"bins":[[1,1,1],['),
     ],
-)
+)  # fmt: skip
 def test_a_broken_file_is_ignored(
     folder: Path, folders: tuple[str, str], written: tuple[str, str], broken: Any
 ) -> None:

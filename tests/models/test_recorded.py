@@ -99,15 +99,12 @@ class Peeking(nn.Module):
 @pytest.mark.parametrize(
     "peek",
     [
-        lambda x: x.isnan().any(),
-        lambda x: x.shape[1] == 1,
-        lambda x: len(torch.nonzero(x.isnan())) > 0,
-        lambda x: len(x[x.isnan()]) > 0,
-        lambda x: sum(x.isnan().flatten().tolist()) > 0,
+        lambda x: x.isnan().any(), lambda x: x.shape[1] == 1, lambda x: len(torch.nonzero(x.isnan())) > 0,
+        lambda x: len(x[x.isnan()]) > 0, lambda x: sum(x.isnan().flatten().tolist()) > 0,
         lambda x: x.isnan().numpy().any(),
     ],
     ids=["a value", "one", "nonzero", "chosen", "a list", "an array"],
-)
+)  # fmt: skip
 def test_passes_that_depend_on_more(peek: Callable[[torch.Tensor], Any]) -> None:
     """A model whose Python looks at values, or at sizes otherwise than in proportion, keeps running in Python."""
     model = tiny("llama")

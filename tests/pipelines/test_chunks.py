@@ -30,13 +30,10 @@ def letters(texts: Sequence[str]) -> list[int]:
 
 
 ENDS = [
-    ("It sat. It was wa", "It sat."),
-    ("It sat. It slept.", "It sat. It slept."),
-    ('He said "stop."', 'He said "stop."'),
-    ("Two points.\n\n- one\n- two\n- thr", "Two points.\n\n- one\n- two"),
-    ("`logprobs`, `logit_bias", "`logprobs`, `logit_bias"),
-    ("", ""),
-]
+    ("It sat. It was wa", "It sat."), ("It sat. It slept.", "It sat. It slept."),
+    ('He said "stop."', 'He said "stop."'), ("Two points.\n\n- one\n- two\n- thr", "Two points.\n\n- one\n- two"),
+    ("`logprobs`, `logit_bias", "`logprobs`, `logit_bias"), ("", ""),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("text", "expected"), ENDS)

@@ -224,17 +224,14 @@ def test_other_sites_are_kept_out() -> None:
         strangers = ["https://evil.example", "null", "", "http://[", "http://[::1", "//", "http://127.0.0.1:3000"]
         strangers += ["http://127.0.0.1", "ftp://127.0.0.1:8000", "https://b.example.org:8443", "https://c.example.org"]
         heads = [
-            {"Host": "evil.example"},
-            *({"Origin": origin} for origin in strangers),
+            {"Host": "evil.example"}, *({"Origin": origin} for origin in strangers),
             {"Host": "localhost", "Origin": "http://localhost:443"},
             {"Host": "localhost", "Origin": "http://localhost:80"},
-            {"Host": "localhost:443", "Origin": "https://localhost"},
-            {"Origin": "https://b.example.org"},
+            {"Host": "localhost:443", "Origin": "https://localhost"}, {"Origin": "https://b.example.org"},
             {"Origin": "https://C.example.org:8443"},
-            {"Host": "models.EXAMPLE.org", "Origin": "https://models.example.org"},
-            {"Origin": "http://127.0.0.1:8000"},
+            {"Host": "models.EXAMPLE.org", "Origin": "https://models.example.org"}, {"Origin": "http://127.0.0.1:8000"},
             {"Host": "localhost:8000", "Origin": "http://localhost:8000"},
-        ]
+        ]  # fmt: skip
         codes = [c.post("/v1/completions", json=BODY, headers=head).status_code for head in heads]
         plain = c.post("/v1/completions", content=json.dumps(BODY), headers={"Content-Type": "text/plain"})
         preflight = c.request("OPTIONS", "/v1/completions", headers={"Origin": "https://evil.example"})

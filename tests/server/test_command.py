@@ -97,13 +97,10 @@ def test_every_wrong_key_is_named() -> None:
     with pytest.raises(OptionError) as error:
         read_settings({"models": models, "prt": 1, "color": "red", "limits": {"runing": 3, "waiting": "x"}})
     assert str(error.value).split("; ") == [
-        "`models.0.drafft`: unknown key (did you mean `draft`?)",
-        "`models.1.name` is needed: pass it",
-        '`limits.waiting` must be a whole number, got "x"',
-        "`limits.runing`: unknown key (did you mean `running`?)",
-        "`prt`: unknown key (did you mean `port`?)",
-        "`color`: unknown key",
-    ]
+        "`models.0.drafft`: unknown key (did you mean `draft`?)", "`models.1.name` is needed: pass it",
+        '`limits.waiting` must be a whole number, got "x"', "`limits.runing`: unknown key (did you mean `running`?)",
+        "`prt`: unknown key (did you mean `port`?)", "`color`: unknown key",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", ["json", "text", "none"])

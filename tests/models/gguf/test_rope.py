@@ -48,16 +48,13 @@ def mine(path: Path, keys: dict[str, Any], tensors: dict[str, Any] | None = None
 LINEAR = {".rope.scaling.type": "linear", ".rope.scaling.factor": 4.0}
 YARN = {**LINEAR, ".rope.scaling.type": "yarn", ".rope.scaling.original_context_length": 64}
 CASES: dict[str, dict[str, Any]] = {
-    "none": {},
-    "linear": LINEAR,
-    "linear without its type": {".rope.scaling.factor": 4.0},
+    "none": {}, "linear": LINEAR, "linear without its type": {".rope.scaling.factor": 4.0},
     "linear by its old name": {".rope.scale_linear": 2.0},
-    "none in spite of a factor": {**LINEAR, ".rope.scaling.type": "none"},
-    "yarn": YARN,
+    "none in spite of a factor": {**LINEAR, ".rope.scaling.type": "none"}, "yarn": YARN,
     "yarn from the context": {**LINEAR, ".rope.scaling.type": "yarn"},
     "yarn with corners": {**YARN, ".rope.scaling.yarn_beta_fast": 8.0, ".rope.scaling.yarn_beta_slow": 2.0},
     "yarn with a scale": {**YARN, ".rope.scaling.attn_factor": 0.75},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -124,12 +121,9 @@ def test_layers_with_a_window_turn_by_their_own_base(tmp_path: Path) -> None:
 def test_what_is_not_computed(tmp_path: Path) -> None:
     """Key and value are named."""
     refused = {
-        ".rope.scaling.type": "spiral",
-        ".rope.scaling.attn_factor": 0.5,
-        ".rope.scaling.alpha": 2.0,
-        ".rope.dimension_count": 8,
-        ".rope.dimension_sections": [1, 2],
-    }
+        ".rope.scaling.type": "spiral", ".rope.scaling.attn_factor": 0.5, ".rope.scaling.alpha": 2.0,
+        ".rope.dimension_count": 8, ".rope.dimension_sections": [1, 2],
+    }  # fmt: skip
     for key, value in refused.items():
         with pytest.raises(UnsupportedError, match=rf"says llama{key} = .*{value if key[-1] != 's' else ''}.*, and "):
             mine(tmp_path, {key: value})
