@@ -34,11 +34,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _surroundings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Kernels are built once for all runs; where a test names no schedule, drafting depends on no measured time."""
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    probes = tmp_path_factory.getbasetemp() / "probes"
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        probes = tmp_path_factory.getbasetemp().parent / "probes"  # of all workers
     with pytest.MonkeyPatch.context() as patch, threads(1):
-        patch.setenv("SPECDEC_PROBES", str(probes))
+        patch.setenv("SPECDEC_PROBES", str(tmp_path_factory.mktemp("probes")))
         patch.setenv("SPECDEC_KERNELS", os.environ.get("SPECDEC_KERNELS") or str(home / "specdec" / "kernels"))
         patch.setenv("SPECDEC_PACKED", str(tmp_path_factory.mktemp("packed")))
         patch.setattr(draft_schedules, "DEFAULT", "heuristic")
