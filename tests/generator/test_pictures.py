@@ -187,7 +187,8 @@ def test_pipelines_and_training_keep_texts_of_a_template_in_parts() -> None:
 )
 def test_broken_pictures(image: Any, words: str) -> None:
     model, processor = with_processor()
-    generator = SpecGenerator(silent(model), "suffix", tokenizer=processor)
+    generator = SpecGenerator(model, "suffix", tokenizer=processor)
+    silent(model)
     with pytest.raises(OptionError, match=words):
         generator.generate(messages=asked(image), **COMMON)
 
@@ -195,5 +196,7 @@ def test_broken_pictures(image: Any, words: str) -> None:
 def test_pictures_without_a_processor() -> None:
     """A tokenizer alone cannot read them."""
     model, processor = with_processor()
+    generator = SpecGenerator(model, tokenizer=processor.tokenizer)
+    silent(model)
     with pytest.raises(OptionError, match="need the model's processor"):
-        SpecGenerator(silent(model), tokenizer=processor.tokenizer).generate(messages=asked(SMALL), **COMMON)
+        generator.generate(messages=asked(SMALL), **COMMON)

@@ -297,7 +297,8 @@ CALLS = [
 @pytest.mark.parametrize(("documents", "options", "words"), CALLS)
 def test_calls_that_make_no_sense(documents: Any, options: dict[str, Any], words: str) -> None:
     """The error names the argument and the way out, and comes before any pass."""
-    summarize = Summarizer(silent(model("bart")), tokenizer=tokenizer(ends=True, most=100))
+    summarize = Summarizer(target := model("bart"), tokenizer=tokenizer(ends=True, most=100))
+    silent(target)
     with pytest.raises(OptionError, match=words):
         summarize(documents, **{"max_new_tokens": NEW, **options})
 
@@ -311,8 +312,10 @@ def test_calls_that_make_no_sense(documents: Any, options: dict[str, Any], words
 )
 def test_lengths_that_leave_no_room(new: int, words: str) -> None:
     """A target without an encoder shares its positions between text and summary."""
+    summarize = Summarizer(target := model("gpt2"), tokenizer=tokenizer())
+    silent(target)
     with pytest.raises(OptionError, match=words):
-        Summarizer(silent(model("gpt2")), tokenizer=tokenizer())("a", max_new_tokens=new)
+        summarize("a", max_new_tokens=new)
 
 
 MAKING = [
