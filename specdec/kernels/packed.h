@@ -80,11 +80,18 @@ inline void put_4(const uint8_t* values, uint8_t* chunks) {
 template <class Packed, class Out>
 void finish(const Packed& packed, int64_t block, const float* sums, int64_t rows, Out* y) {
   auto first = block * BLOCK, count = std::min(BLOCK, packed.outputs - first);
-  for (int64_t row = 0; row < rows; row++, sums += BLOCK, y += packed.outputs)
-    for (int64_t n = 0; n < count; n++) {
-      auto sum = packed.factors ? sums[n] * packed.factors[first + n] : sums[n];
-      y[first + n] = static_cast<Out>(packed.bias ? sum + packed.bias[first + n] : sum);
+  auto factors = packed.factors ? packed.factors + first : nullptr, bias = packed.bias ? packed.bias + first : nullptr;
+  for (int64_t row = 0; row < rows; row++, sums += BLOCK, y += packed.outputs) {
+    int64_t n = 0;
+    for (; n + LANES <= count; n += LANES) {
+      auto sum = factors ? floats(sums + n) * floats(factors + n) : floats(sums + n);
+      put(y + first + n, bias ? sum + floats(bias + n) : sum);
     }
+    for (; n < count; n++) {
+      auto sum = factors ? sums[n] * factors[n] : sums[n];
+      y[first + n] = static_cast<Out>(bias ? sum + bias[n] : sum);
+    }
+  }
 }
 
 template <class T>

@@ -58,6 +58,14 @@ inline Floats floats(const c10::BFloat16* from) {
 #endif
 }
 
+inline void put(float* to, Floats numbers) { store(to, numbers); }
+
+// Rounded as torch rounds them.
+inline void put(c10::BFloat16* to, Floats numbers) {
+  auto bits = (Words)numbers, rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
+  store(to, __builtin_convertvector(numbers == numbers ? rounded : Words{} + 0x7fc0u, Shorts));
+}
+
 // a * b + c, rounded once where the processor can: explicit, so that the result does not depend on -ffp-contract.
 inline Floats fused(Floats a, Floats b, Floats c) {
 #if defined(__AVX512F__)
