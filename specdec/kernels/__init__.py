@@ -8,7 +8,10 @@ from specdec.kernels.ops import (
     attend,
     attend_frames,
     attention,
+    best_token,
+    crossed,
     gated,
+    gelu,
     gumbel_draws,
     keep_top,
     norm,
@@ -27,7 +30,7 @@ from specdec.kernels.packed_linear import (
     pack,
     restored_layer,
 )
-from specdec.kernels.pages import advise
+from specdec.kernels.pages import advise, give_back
 from specdec.kernels.pages import empty as empty_pages
 from specdec.kernels.pages import state as page_state
 from specdec.kernels.rounding import round_weight
@@ -47,11 +50,15 @@ __all__ = [
     "attention",
     "available",
     "best_seconds",
+    "best_token",
     "check",
+    "crossed",
     "digest",
     "empty_pages",
     "folder",
     "gated",
+    "gelu",
+    "give_back",
     "gumbel_draws",
     "instructions",
     "keep_top",

@@ -12,6 +12,7 @@
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -34,6 +35,10 @@ struct Singles {
 
   static Floats power(Floats x) { return exponential(x * 0.693147181f); }
   static uint32_t word(float number, float) { return std::bit_cast<uint32_t>(number); }
+  template <class In>
+  static Words words(const In* from, int64_t) {
+    return (Words)floats(from);
+  }
   static Floats add(Floats sum, Words a, Words b) { return fused((Floats)a, (Floats)b, sum); }
   static void put(float* to, Floats first, Floats second) { store(to, first), store(to + LANES, second); }
 };
@@ -51,6 +56,9 @@ struct Pairs {
     return (Floats)_mm512_scalef_ps((__m512)sum, (__m512)x);
   }
   static uint32_t word(at::BFloat16 first, at::BFloat16 second) { return first.x | uint32_t{second.x} << 16; }
+  static Words words(const at::BFloat16* from, int64_t stride) {
+    return (Words)floats(from) >> 16 | (Words)floats(from + stride);
+  }
   static Floats add(Floats sum, Words a, Words b) {
     return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
   }
@@ -93,16 +101,27 @@ void multiply(const float* rows, int64_t count, int64_t stride, const uint32_t* 
                                                               sums + row * width + at, width);
 }
 
-// A matrix as panels, with zeros around it.
-template <class Kind, class Number>
-void pack(int64_t inputs, int64_t outputs, uint32_t* to, Number number) {
+// A matrix as panels, with zeros around it; `block(word, output)` are words [LANES] of LANES outputs, where all exist.
+template <class Kind, class Number, class Block>
+void pack(int64_t inputs, int64_t outputs, uint32_t* to, Number number, Block block) {
+  auto words = parts(inputs, Kind::NUMBERS);
   auto or_zero = [&](int64_t input, int64_t output) {
     return input < inputs && output < outputs ? number(input, output) : decltype(number(0, 0)){};
   };
-  for (int64_t first = 0; first < outputs; first += PANEL)
-    for (int64_t input = 0; input < inputs; input += Kind::NUMBERS)
-      for (auto output = first; output < first + PANEL; output++)
-        *to++ = Kind::word(or_zero(input, output), or_zero(input + 1, output));
+  for (int64_t first = 0; first < outputs; first += PANEL, to += words * PANEL)
+    for (int64_t word = 0; word < words; word += LANES)
+      for (auto output = first; output < first + PANEL; output += LANES) {
+        std::array<Words, LANES> made;
+        if ((word + LANES) * Kind::NUMBERS <= inputs && output + LANES <= outputs)
+          made = block(word, output);
+        else
+          for (int l = 0; l < LANES; l++)
+            for (int o = 0; o < LANES; o++)
+              made[l][o] = Kind::word(or_zero((word + l) * Kind::NUMBERS, output + o),
+                                      or_zero((word + l) * Kind::NUMBERS + 1, output + o));
+        for (int l = 0; l < std::min<int64_t>(LANES, words - word); l++)
+          store(to + (word + l) * PANEL + output - first, made[l]);
+      }
 }
 
 // Scores to weights, which are put into words; returns their sum.
@@ -117,12 +136,12 @@ float soften(float* scores, int64_t count, float scale) {
     most = next > most ? next : most;
   }
   for (int l = 1; l < LANES; l++) most[0] = std::max(most[0], most[l]);
-  most = all(most[0]);
   scale *= 1.44269504f;
+  auto factor = all(scale), less = all(-most[0] * scale);
   Floats total{};
   for (int64_t i = 0; i < end; i += 2 * LANES) {
-    auto first = Kind::power((floats(scores + i) - most) * scale);
-    auto second = Kind::power((floats(scores + i + LANES) - most) * scale);
+    auto first = Kind::power(fused(floats(scores + i), factor, less));
+    auto second = Kind::power(fused(floats(scores + i + LANES), factor, less));
     total += first + second;
     Kind::put(scores + i / Kind::NUMBERS, first, second);
   }
@@ -153,9 +172,24 @@ at::Tensor attend_in(const at::Tensor& queries, const at::Tensor& keys, const at
   at::parallel_for(0, rows * heads, 1, [&](int64_t begin, int64_t end) {
     for (auto one = begin; one < end; one++) {
       auto key = k.of(one, heads), value = v.of(one, heads);
-      pack<Kind>(k.width, frames, panels + one * size, [&](int64_t i, int64_t f) { return key[f * k.frame + i]; });
-      pack<Kind>(frames, v.width, panels + one * size + of_keys * columns,
-                 [&](int64_t f, int64_t i) { return value[f * v.frame + i]; });
+      auto of_key = [&](int64_t i, int64_t f) { return key[f * k.frame + i]; };
+      auto of_value = [&](int64_t f, int64_t i) { return value[f * v.frame + i]; };
+      pack<Kind>(k.width, frames, panels + one * size, of_key, [&](int64_t word, int64_t f) {
+        Words block[LANES];
+        for (int l = 0; l < LANES; l++)
+          if constexpr (Kind::NUMBERS * sizeof(In) == 4)
+            block[l] = load<Words>(key + (f + l) * k.frame + word * Kind::NUMBERS);
+          else
+            block[l] = (Words)floats(key + (f + l) * k.frame + word);
+        transpose(block);
+        return std::to_array(block);
+      });
+      pack<Kind>(frames, v.width, panels + one * size + of_keys * columns, of_value, [&](int64_t word, int64_t i) {
+        std::array<Words, LANES> block;
+        for (int l = 0; l < LANES; l++)
+          block[l] = Kind::words(value + (word + l) * Kind::NUMBERS * v.frame + i, v.frame);
+        return block;
+      });
     }
   });
   auto tiles = parts(frames, QUERIES);
@@ -175,7 +209,9 @@ at::Tensor attend_in(const at::Tensor& queries, const at::Tensor& keys, const at
       multiply<Kind>(scores.data(), count, columns, of_head + of_keys * columns, of_values, sums.data(), wide);
       for (int64_t r = 0; r < count; r++) {
         auto target = to + ((one / heads * frames + first + r) * heads + one % heads) * v.width;
-        for (int64_t i = 0; i < v.width; i++) target[i] = static_cast<In>(sums[r * wide + i] / totals[r]);
+        int64_t i = 0;
+        for (; i + LANES <= v.width; i += LANES) put(target + i, floats(sums.data() + r * wide + i) / totals[r]);
+        for (; i < v.width; i++) target[i] = static_cast<In>(sums[r * wide + i] / totals[r]);
       }
     }
   });
@@ -197,6 +233,35 @@ at::Tensor attend_frames(const at::Tensor& queries, const at::Tensor& keys, cons
   return attend_in<Pairs, at::BFloat16>(queries, keys, values, scale);
 }
 
+// x times the normal distribution's mass below it; the mass beyond |x| by Hastings' formula (Abramowitz, 7.1.26).
+Floats gelu(Floats x) {
+  auto t = 1 / fused(x < 0 ? -x : x, all(0.3275911f * 0.707106781f), all(1.0f)), sum = all(1.061405429f);
+  for (float next : {-1.453152027f, 1.421413741f, -0.284496736f, 0.254829592f}) sum = fused(sum, t, all(next));
+  auto beyond = 0.5f * x * sum * t * Pairs::power(x * x * (-0.5f * 1.44269504f));
+  return x > 0 ? x - beyond : beyond;
+}
+
+at::Tensor gelu(const at::Tensor& x) {
+  TORCH_CHECK_VALUE(x.scalar_type() == at::kBFloat16, "`x` must be bfloat16, got ", x.scalar_type());
+  auto dense = x.contiguous();
+  at::Tensor y = at::empty_like(dense);
+  auto from = dense.const_data_ptr<at::BFloat16>();
+  auto to = y.mutable_data_ptr<at::BFloat16>();
+  at::parallel_for(0, parts(x.numel(), LANES), 1 << 10, [&](int64_t begin, int64_t end) {
+    auto last = std::min(end * LANES, x.numel()), i = begin * LANES;
+    for (; i + LANES <= last; i += LANES) put(to + i, gelu(floats(from + i)));
+    if (i == last) return;
+    at::BFloat16 own[LANES] = {};
+    std::copy(from + i, from + last, own);
+    put(own, gelu(floats(own)));
+    std::copy_n(own, last - i, to + i);
+  });
+  return y;
+}
+
 }  // namespace
 
-TORCH_LIBRARY_IMPL(specdec, CPU, m) { m.impl("attend_frames", attend_frames); }
+TORCH_LIBRARY_IMPL(specdec, CPU, m) {
+  m.impl("attend_frames", attend_frames);
+  m.impl("gelu", static_cast<at::Tensor (*)(const at::Tensor&)>(gelu));
+}

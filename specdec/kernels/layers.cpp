@@ -1,4 +1,5 @@
-// Parts of layers of the Llama family, each as one call: what stands between two linear layers.
+// Parts of layers of the Llama family, and layers of Whisper's decoder, each as one call: what stands between two linear
+// layers.
 //
 // A part computes what transformers' module does, with the same roundings: sums and exponentials are torch's own, all
 // else rounds after every operation, as tensors do (-ffp-contract=off). So results are equal, bit for bit.
@@ -10,6 +11,7 @@
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/exp.h>
 #include <ATen/ops/gelu.h>
+#include <ATen/ops/layer_norm.h>
 #include <ATen/ops/mul.h>
 #include <ATen/ops/silu.h>
 #include <ATen/ops/sum.h>
@@ -243,6 +245,42 @@ struct Gated : torch::CustomClassHolder {
   }
 };
 
+// A layer that attends over the text and then over an encoder's frames, each after a norm with a mean.
+struct Crossed : torch::CustomClassHolder {
+  Linears qkv, others;  // apart or joined; out, and over the frames queries and out, then up and down
+  std::vector<at::Tensor> norms;  // a weight and a bias of each
+  double eps, scale;
+  int64_t heads;
+  std::string activation;
+
+  Crossed(Linears qkv, Linears others, std::vector<at::Tensor> norms, double eps, double scale, int64_t heads,
+          std::string activation)
+      : qkv(std::move(qkv)), others(std::move(others)), norms(std::move(norms)), eps(eps), scale(scale), heads(heads),
+        activation(std::move(activation)) {
+    TORCH_CHECK_VALUE(this->others.size() == 5 && this->norms.size() == 6, "`others` must be five layers and `norms` ",
+                      "six tensors, got ", this->others.size(), " and ", this->norms.size());
+  }
+
+  // `x` `[1, nodes, width]`; tables and buffers are those of `attend`, first of the text, then of the frames.
+  at::Tensor run(const at::Tensor& x, const at::Tensor& nodes, const at::Tensor& keys, const at::Tensor& values,
+                 const at::Tensor& seen, const at::Tensor& frame_keys, const at::Tensor& frame_values) const {
+    TORCH_CHECK_VALUE(x.dim() == 3 && x.size(0) == 1, "`x` must be [1, nodes, width], got ", x.sizes());
+    auto count = x.size(1), width = x.size(2);
+    auto normed = [&](const at::Tensor& y, int64_t number) {
+      return at::layer_norm(y, {width}, norms[2 * number], norms[2 * number + 1], eps);
+    };
+    auto split = [&](const at::Tensor& y) { return y.view({1, count, heads, -1}).transpose(1, 2); };
+    auto attended = [&](const at::Tensor& queries, const at::Tensor& table, const at::Tensor& k, const at::Tensor& v) {
+      return attend(split(queries.mul(scale)), k, v, table, 1.0, 0.0, {}, {}).view({1, count, -1});
+    };
+    auto parts = pieces("qkv", qkv, normed(x, 0), {width, width, width});
+    store_nodes(split(parts[1]), split(parts[2]), keys, values, nodes);
+    auto y = at::add(x, (*others[0])(attended(parts[0], nodes, keys, values)));
+    y = at::add(y, (*others[2])(attended((*others[1])(normed(y, 1)), seen, frame_keys, frame_values)));
+    return at::add(y, (*others[4])(activated((*others[3])(normed(y, 2)), activation, 1)));
+  }
+};
+
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(specdec, m) {
@@ -253,10 +291,14 @@ TORCH_LIBRARY_FRAGMENT(specdec, m) {
                        Norms, Norms, bool>());
   m.class_<Gated>("Gated")
       .def(torch::init<Linears, bool, c10::intrusive_ptr<Linear>, std::string, double, Norms, Norms, bool>());
+  m.class_<Crossed>("Crossed")
+      .def(torch::init<Linears, Linears, std::vector<at::Tensor>, double, double, int64_t, std::string>());
   m.def("norm(__torch__.torch.classes.specdec.Norm part, Tensor x) -> Tensor");
   m.def("attention(__torch__.torch.classes.specdec.Attention part, Tensor x, Tensor cos, Tensor sin, Tensor nodes, "
         "Tensor(a!) keys, Tensor(b!) values) -> Tensor");
   m.def("gated(__torch__.torch.classes.specdec.Gated part, Tensor x) -> Tensor");
+  m.def("crossed(__torch__.torch.classes.specdec.Crossed part, Tensor x, Tensor nodes, Tensor(a!) keys, "
+        "Tensor(b!) values, Tensor seen, Tensor frame_keys, Tensor frame_values) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(specdec, CPU, m) {
@@ -266,4 +308,9 @@ TORCH_LIBRARY_IMPL(specdec, CPU, m) {
                          const at::Tensor& sin, const at::Tensor& nodes, const at::Tensor& keys,
                          const at::Tensor& values) { return part->run(x, cos, sin, nodes, keys, values); });
   m.impl("gated", [](const intrusive_ptr<Gated>& part, const at::Tensor& x) { return part->run(x); });
+  m.impl("crossed", [](const intrusive_ptr<Crossed>& part, const at::Tensor& x, const at::Tensor& nodes,
+                       const at::Tensor& keys, const at::Tensor& values, const at::Tensor& seen,
+                       const at::Tensor& frame_keys, const at::Tensor& frame_values) {
+    return part->run(x, nodes, keys, values, seen, frame_keys, frame_values);
+  });
 }

@@ -2,10 +2,10 @@
 
 `specdec::packed_rows` consists of torch's operators. All others are C++ for the CPU alone, which checks its arguments:
 `specdec::packed_linear` (linear.cpp), `specdec::dots` (dots.cpp), `specdec::expert_linear` (experts.cpp),
-`specdec::attend` and `specdec::store_nodes` (attention.cpp), `specdec::attend_frames` (frames.cpp),
-`specdec::keep_top` and `specdec::draws` (choice.cpp),
-`specdec::norm`, `specdec::attention` and `specdec::gated` (layers.cpp), for a `part` of a layer. They need
-`specdec.kernels.available`. `passes` runs a model's recorded passes and drafts chains with them (passes.cpp).
+`specdec::attend` and `specdec::store_nodes` (attention.cpp), `specdec::attend_frames` and `specdec::gelu` (frames.cpp),
+`specdec::keep_top`, `specdec::draws` and `specdec::best_token` (choice.cpp),
+`specdec::norm`, `specdec::attention`, `specdec::gated` and `specdec::crossed` (layers.cpp), for a `part` of a layer.
+They need `specdec.kernels.available`. `passes` runs a model's recorded passes and drafts chains with them (passes.cpp).
 """
 
 from __future__ import annotations
@@ -39,9 +39,12 @@ _LIBRARY.define(f"store_nodes(Tensor keys, Tensor values, {_BUFFERS}, Tensor nod
 _CACHE = "Tensor queries, Tensor keys, Tensor values, Tensor nodes"
 _LIBRARY.define(f"attend({_CACHE}, float scale, float softcap, Tensor? sinks, Tensor? biases) -> Tensor")  # type: ignore[no-untyped-call]
 _LIBRARY.define("attend_frames(Tensor queries, Tensor keys, Tensor values, float scale) -> Tensor")  # type: ignore[no-untyped-call]
+_LIBRARY.define("gelu(Tensor x) -> Tensor")  # type: ignore[no-untyped-call]
 
 _LIBRARY.define("keep_top(Tensor scores, int k, float p, int least) -> Tensor")  # type: ignore[no-untyped-call]
 _LIBRARY.define("draws(Tensor scores, int[] addresses) -> Tensor")  # type: ignore[no-untyped-call]
+
+_LIBRARY.define("best_token(Tensor scores, str[] names, float[] numbers, int[] counts) -> int")  # type: ignore[no-untyped-call]
 
 
 def _packed_rows(ids: Tensor, weight: Tensor, high: Tensor | None, factors: Tensor | None, scales: Tensor | None,
@@ -105,6 +108,16 @@ def gumbel_draws(scores: Tensor, addresses: Sequence[int]) -> Tensor:
     return torch.ops.specdec.draws.default(scores, [signed(address) for address in addresses])
 
 
+def best_token(scores: Tensor, filters: Sequence[tuple[str, Sequence[float]]]) -> int:
+    """The first token with the largest of `scores` `[vocab]` after filters, names and numbers as filters.h reads them.
+
+    -1: all scores are -inf then.
+    """
+    numbers = [number for _, of_filter in filters for number in of_filter]
+    counts = [len(of_filter) for _, of_filter in filters]
+    return torch.ops.specdec.best_token.default(scores, [name for name, _ in filters], numbers, counts)
+
+
 def signed(address: int) -> int:
     """The signed number with the same 64 bits."""
     return address - (1 << 64) if address >> 63 else address
@@ -121,8 +134,8 @@ def passes(inputs: int, sizes: Sequence[Sequence[int]], held: Sequence[Tensor]) 
 
 
 def part(kind: str, *options: object) -> Any:
-    """A part of a layer as one call: a "Linear", "Norm", "Attention" or "Gated", with the options that layers.cpp
-    lists; needs `specdec.kernels.available`."""
+    """A part of a layer as one call: a "Linear", "Norm", "Attention", "Gated" or "Crossed", with the options that
+    layers.cpp lists; needs `specdec.kernels.available`."""
     return getattr(torch.classes.specdec, kind)(*options)
 
 
@@ -142,6 +155,12 @@ def attention(part: Any, x: Tensor, cos: Tensor, sin: Tensor, nodes: Tensor, key
     return torch.ops.specdec.attention.default(part, x, cos, sin, nodes, keys, values)  # type: ignore[no-any-return]
 
 
+def crossed(part: Any, x: Tensor, nodes: Tensor, keys: Tensor, values: Tensor, seen: Tensor, frame_keys: Tensor,
+            frame_values: Tensor) -> Tensor:  # fmt: skip
+    """`x` `[1, nodes, width]` through a part "Crossed"; tables and buffers as `attend` takes them."""
+    return torch.ops.specdec.crossed.default(part, x, nodes, keys, values, seen, frame_keys, frame_values)  # type: ignore[no-any-return]
+
+
 _LIBRARY.impl("packed_rows", _packed_rows, "CompositeImplicitAutograd")  # type: ignore[no-untyped-call]
 
 keep_top = torch.ops.specdec.keep_top.default
@@ -154,6 +173,9 @@ them, the highest ids first among equals, and at least `least` (arXiv 1904.09751
 attend_frames = torch.ops.specdec.attend_frames.default
 """`(queries, keys, values, scale)`, each float32 or bfloat16 `[rows, heads, frames, width]`: attention of frames that
 all see one another, `[rows, frames, heads, width]`. Raises ValueError for arguments that do not fit."""
+
+gelu = torch.ops.specdec.gelu.default
+"""`(x)`: GELU of bfloat16 `x`, as exact as bfloat16. Raises ValueError for another dtype."""
 
 packed_linear = torch.ops.specdec.packed_linear.default
 """`(x, weight, factors, scales, mins, bias, outputs, way=FASTEST)`: `x` `[..., inputs]` to `[..., outputs]`.

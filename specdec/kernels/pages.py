@@ -73,6 +73,12 @@ def advise(address: int, count: int, advice: int) -> None:
         call(address, count, advice)
 
 
+def give_back() -> None:
+    """Gives memory that was freed back to the system, where the C library keeps it otherwise (glibc)."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 @cache
 def _madvise() -> Any:
     """The C library's function; None where there is none."""

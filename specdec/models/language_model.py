@@ -13,7 +13,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from transformers.models.whisper.modeling_whisper import WhisperEncoder
+from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from specdec.errors import OptionError, UnsupportedError
 from specdec.kernels import ALIKE, PackedLinear, check
@@ -29,7 +29,7 @@ from specdec.models.hf.device_hooks import execution_device, is_offloaded
 from specdec.models.hf.model_state import float32_is_rounded, origins, plain_modes
 from specdec.models.hf.patching import CHANGING
 from specdec.models.hf.positions import STYLES, Lookup, Scaling
-from specdec.models.hf.private_api import attention_of, gives_hidden_states, text_class
+from specdec.models.hf.private_api import CACHE, attention_of, gives_hidden_states, text_class
 from specdec.models.hf.sides import (
     encoder_inputs,
     frame_mask,
@@ -301,9 +301,9 @@ class LanguageModel:
             arguments = {name: value for name, value in arguments.items() if name in self.source_names}
         extras = {"output_hidden_states": True} if output_hidden_states else {}
         extras |= {"output_attentions": True} if output_attentions else {}
-        if self.ragged is not None and type(encoder) is WhisperEncoder and not extras:
-            one_by_one = torch.split(arguments["input_features"], 1)
-            return Encoding(torch.cat([self.ragged.model.encoded(features) for features in one_by_one]))
+        fast, features = self.ragged and self.ragged.frame_encoder, arguments.get("input_features")
+        if fast and not extras and features is not None and fast.reads(features):
+            return Encoding(torch.cat([fast(one) for one in torch.split(features, 1)]))
         try:
             output = (
                 self._through_the_model(arguments, extras)
@@ -319,6 +319,19 @@ class LanguageModel:
                 f"the encoder of {type(self.model).__name__} cannot read {sizes} ({error}): {way_out}"
             ) from error
         return self.encoding_of(output, inputs.get("attention_mask"))
+
+    @torch.no_grad()
+    def projected(self, encoding: Encoding) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values `[rows, heads, frames, head width]` of each layer's cross-attention.
+
+        A pass over one token makes them, whose output is dropped, where the layers' names are not known.
+        """
+        if self.ragged and self.ragged.frame_encoder:
+            return self.ragged.frame_encoder.projected(encoding.hidden)
+        cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
+        start = torch.zeros(len(encoding), 1, dtype=torch.long, device=self.device)
+        self.model(decoder_input_ids=start, encoder_outputs=encoding.output, **{CACHE: cache}, use_cache=True)
+        return [(layer.keys, layer.values) for layer in cache.cross_attention_cache.layers]
 
     def _placed(self, name: str, tensor: Tensor) -> Tensor:
         """An input of the encoder on its device; features in the model's type, masks and ids in their own."""

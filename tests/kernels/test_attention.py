@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from specdec.kernels import attend, attend_frames, store_nodes
+from specdec.kernels import attend, attend_frames, gelu, store_nodes
 from tests.tiny import threads
 
 FLOATS, HALVES = torch.float32, torch.bfloat16
@@ -267,6 +267,17 @@ def test_frames_see_one_another(dtype: torch.dtype, frames: int, width: int, val
     torch.testing.assert_close(found.float(), expected, rtol=tolerance, atol=tolerance)
     with threads(2):
         assert torch.equal(attend_frames(queries[1:], keys[1:], values[1:].contiguous(), 0.2), found[1:])
+
+
+@pytest.mark.parametrize("count", [1, 15, 1000])
+def test_gelu(count: int) -> None:
+    """As torch's, to the last bits of bfloat16, for every number in the range and in any layout."""
+    x = torch.linspace(-9, 9, 2 * count, device="cpu").bfloat16()[::2]
+    wide = torch.nn.functional.gelu(x.float())
+    torch.testing.assert_close(gelu(x).float(), wide, rtol=8e-3, atol=1e-4)
+    assert torch.equal(gelu(x[-1:]), gelu(x)[-1:])
+    with pytest.raises(ValueError, match="`x` must be bfloat16"):
+        gelu(x.float())
 
 
 def test_wrong_frames() -> None:

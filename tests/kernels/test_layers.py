@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from specdec.kernels import HELD, attention, gated, norm, pack, part
+from specdec.kernels import HELD, attention, crossed, gated, norm, pack, part
 from specdec.models.backends.ragged_model import Sigmoid, Tanh
 
 pytestmark = pytest.mark.usefixtures("built")
@@ -58,6 +58,15 @@ def test_gated_products(name: str, dtype: torch.dtype) -> None:
             assert torch.equal(gated(alone, x), expected(x))
             framed = part("Gated", layers, True, three, name, scale, unit, unit, True)
             assert torch.equal(gated(framed, x), x + norm(unit, expected(norm(unit, x))))
+
+
+def test_wrong_layers_over_an_encoder() -> None:
+    _, one = linear(torch.ones(8, 8))
+    with pytest.raises(ValueError, match="`others` must be five layers"):
+        part("Crossed", [one], [one], [torch.ones(8)] * 6, 1e-5, 0.5, 2, "gelu")
+    whole, x = part("Crossed", [one], [one] * 5, [torch.ones(8)] * 6, 1e-5, 0.5, 2, "gelu"), torch.ones(2, 3, 8)
+    with pytest.raises(ValueError, match=r"`x` must be \[1, nodes, width\]"):
+        crossed(whole, x, *[x] * 6)
 
 
 def attention_part(dtype: torch.dtype, width: int, sizes: tuple[int, int, int, int] = (4, 2, 8, 8)) -> Any:

@@ -17,7 +17,7 @@ from specdec.models.backends.packed_layers import pack_layers, packable_layers
 from specdec.models.backends.ragged_model import RaggedModel
 from specdec.models.hf.tiny_models import SIZES
 from tests.kernels.rounding import to_int4, to_int8
-from tests.tiny import built, tiny
+from tests.tiny import built, tiny, tiny_inputs
 
 pytestmark = pytest.mark.usefixtures("built")
 WHOLE = ("llama", "qwen2", "qwen3", "mistral", "phi3", "gemma", "gemma2", "gemma3_text", "granite")
@@ -40,7 +40,8 @@ def fused(language: LanguageModel) -> dict[str, int]:
 def passes(language: LanguageModel) -> Iterator[tuple[Tensor, Sequence[Any]]]:
     """Logits and hidden states of passes of several widths over two rows, one of them with a tree."""
     session = language.session()
-    rows = [session.add(None), session.add(None)]
+    heard = language.encode(tiny_inputs("whisper", 2)) if language.is_encoder_decoder else None
+    rows = [session.add(heard and heard.select([row])) for row in range(2)]
     for width in (7, 1, 2, 16, 33):
         ids = [[(5 * row + 3 * place + width) % 60 + 3 for place in range(width)] for row in rows]
         works = [Work(rows[0], Tree(ids[0], [-1] + [0] * (width - 1)), width), Work.text(rows[1], ids[1], width)]
@@ -90,6 +91,15 @@ def test_the_last_layer_computes_what_is_read(dtype: torch.dtype, monkeypatch: p
     assert torch.equal(session.run([work])[0].logits, recorded)
     assert torch.equal(session.run([work], hidden=True)[0].logits, recorded)
     assert widths == [20, 2, 20, 20]
+
+
+@pytest.mark.parametrize("sizes", [{}, {"d_model": 64, "decoder_ffn_dim": 96}])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_layers_over_an_encoder(dtype: torch.dtype, sizes: dict[str, int]) -> None:
+    """Each layer of Whisper's decoder is one call, with queries, keys and values joined where they are whole blocks."""
+    language = LanguageModel(tiny("whisper", **sizes).to(dtype), backend="packed")
+    assert fused(language) == {"_Crossed": language.num_layers}
+    check_equal(language)
 
 
 def test_other_model_types() -> None:

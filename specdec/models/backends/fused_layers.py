@@ -1,4 +1,4 @@
-"""Layers of the Llama family as few calls: norms, attention, gated products, and whole layers of these.
+"""Layers of the Llama family and of Whisper's decoder as few calls: norms, attention, gated products, whole layers.
 
 A trial says what can be fused. In its passes, each module that looks like one of the family is compared with a call
 that should compute the same. Where all results are equal, bit for bit, the call takes the place of the module's
@@ -21,7 +21,7 @@ from transformers.activations import ACT2FN
 from specdec import kernels
 from specdec.kernels import HELD, PackedLinear, part
 from specdec.models.backends.fused_linear import join_layers
-from specdec.models.backends.ragged_model import RaggedModel, Sigmoid, Tanh, noting
+from specdec.models.backends.ragged_model import RaggedModel, Sigmoid, Tanh, cross_table, noting
 from specdec.models.hf.derived import shallow_copy
 from specdec.models.hf.model_state import runs_other_code
 from specdec.models.hf.private_api import CACHE
@@ -30,6 +30,7 @@ _log = logging.getLogger(__name__)
 _TYPES = {
     *("llama", "qwen2", "qwen3", "mistral", "phi3", "gemma", "gemma2", "gemma3_text", "granite"),
     *("olmo2", "mixtral", "qwen3_moe", "stablelm", "cohere"),  # in parts
+    "whisper",
 }
 _NAMES = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_pytorch_tanh"}
 _ACTIVATIONS: dict[type[Any], str] = {type(ACT2FN[name]): own for name, own in _NAMES.items()}
@@ -102,6 +103,27 @@ class _Layer:
         return kernels.gated(self.of_gated, x.index_select(1, text.last) if self.is_last else x)  # type: ignore[no-any-return]
 
 
+class _Crossed:
+    """The `forward` of a layer that attends over the text and over an encoder's frames, as Whisper's."""
+
+    def __init__(self, layers: Sequence[PackedLinear], module: Any) -> None:
+        attention, other = module.self_attn, module.encoder_attn
+        self.index, self.layers = attention.layer_idx, layers  # as in _Attention
+        others = attention.out_proj, other.q_proj, other.out_proj, module.fc1, module.fc2
+        norms = [module.self_attn_layer_norm, module.encoder_attn_layer_norm, module.final_layer_norm]
+        [(eps, scale, heads)] = {(norm.eps, one.scaling, one.num_heads) for norm in norms for one in (attention, other)}
+        tensors = [tensor.detach() for norm in norms for tensor in (norm.weight, norm.bias)]
+        name = _ACTIVATIONS[type(module.activation_fn)]
+        linears = list(map(_linear, layers)), list(map(_linear, others))
+        self.part = part("Crossed", *linears, tensors, eps, scale, heads, name)
+
+    def __call__(self, hidden_states: Tensor, attention_mask: Any, *_: Any, **named: Any) -> Tensor:
+        cache, table = named[CACHE], cross_table()
+        frames = cache.cross_attention_cache.layers[self.index]
+        sides = *cache.self_attention_cache.buffers[self.index], table, frames.keys, frames.values
+        return kernels.crossed(self.part, hidden_states, attention_mask, *sides)  # type: ignore[no-any-return]
+
+
 class _Trial:
     """Compares modules of a model with calls that should give the same, in passes that the model runs meanwhile.
 
@@ -139,6 +161,8 @@ class _Trial:
             return [partial(self._attention, name, module, children)]
         if "down_proj" in children:
             return [partial(self._gated, name, children)]
+        if "encoder_attn" in children:
+            return [partial(self._crossed, name, module)]
         return [partial(self._layer, name, children)] if "self_attn" in children else []
 
     def _attention(self, name: str, module: Any, children: dict[str, Any]) -> _Attention:
@@ -157,6 +181,10 @@ class _Trial:
             names[1:] = ["post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"]
         attention, gated = (self.calls[f"{name}.{child}"] for child in ("self_attn", "mlp"))
         return _Layer(attention, gated, self._norms(name, children, *names))
+
+    def _crossed(self, name: str, module: Any) -> _Crossed:
+        sides, children = [f"{side}_proj" for side in "qkv"], dict(module.self_attn.named_children())
+        return _Crossed(self._joined(f"{name}.self_attn", children, ["qkv_proj"], sides), module)
 
     def _norms(self, name: str, children: dict[str, Any], *names: str) -> list[_Norm | None]:
         """The calls of these norms; None for norms that the module does not have."""

@@ -13,6 +13,7 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from specdec.core.drafts import Chained, ChainRule
 from specdec.core.work import Work
 from specdec.errors import UnsupportedError
+from specdec.models.backends.frame_encoder import FrameEncoder
 from specdec.models.backends.fused_layers import fused
 from specdec.models.backends.packed_layers import alike
 from specdec.models.backends.ragged_inputs import PassInputs, RowNodes, StepInputs
@@ -52,6 +53,11 @@ class RaggedForward:
         """What runs passes without Python, which would not call what a caller changed in a model; None: nothing."""
         changed = runs_other_code(self._language.model) and not self._language.is_owned
         return None if changed or not self._language.capability.records else record(self.fused)
+
+    @cached_property
+    def frame_encoder(self) -> FrameEncoder | None:
+        """What runs Whisper's encoder; None for others."""
+        return FrameEncoder.of(self.model.model, [self._language.model])
 
     def __call__(
         self, inputs: PassInputs, layers: bool | Sequence[int] = ()

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, EncoderDecoderCache
-from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
 from specdec import kernels
 from specdec.models.backends.experts import EvenSigmoid
@@ -64,6 +63,11 @@ def _seeing(table: Tensor | None) -> Iterator[None]:
         _running.cross = held
 
 
+def cross_table() -> Tensor | None:
+    """The table of this thread's pass for cross-attention."""
+    return _running.cross
+
+
 @contextmanager
 def noting() -> Iterator[dict[nn.Module, Noted]]:
     """Context in which this thread's passes note how modules attend over the text."""
@@ -86,16 +90,14 @@ def _attention(
     position_bias: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function of transformers' layers: over the text, whose table is the mask, over encoders, or,
-    without a table, within one."""
+    """The attention function of transformers' layers: over the text, whose table is the mask, or over encoders."""
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     table, biases = attention_mask, None
     if table is None:
         table = _running.cross
     elif position_bias is not None:
         biases = position_bias[0, :, 0]  # by distance: see `RaggedModel`
-    if table is None:
-        return kernels.attend_frames(query, key, value, scale), None
+    assert table is not None
     if _running.noted is not None and attention_mask is not None and biases is None:
         sizes = [query.shape[1], key.shape[1], key.shape[3], value.shape[3]]
         _running.noted[module] = sizes, scale, softcap or 0.0, s_aux
@@ -126,11 +128,6 @@ class _Text(Cache):  # type: ignore[misc]
         return 0
 
 
-def _frame_by_frame(_: nn.Module, __: tuple[Tensor, ...], channels: Tensor) -> Tensor:
-    """Channels `[rows, channels, frames]` as they lie when all of a frame are neighbours, as layers read them."""
-    return channels.transpose(1, 2).contiguous().transpose(1, 2)
-
-
 class RaggedModel(nn.Module):
     """A shallow copy of `language`'s model over our attention, and of a strict one over order-free activations.
 
@@ -148,8 +145,6 @@ class RaggedModel(nn.Module):
         self._even = language.is_strict and has_experts
         if language.is_strict:
             make_order_free(self.model)
-        if self.model.config.is_encoder_decoder and type(encoder := self.model.get_encoder()) is WhisperEncoder:
-            encoder.conv2.register_forward_hook(_frame_by_frame)
         capability, self.dtype, self.device = language.capability, language.dtype, language.device
         self.kinds = [kind.name for kind in capability.kinds] if capability.masks == "dict" else []
         self.has_encoder, self.reads_embeds = language.is_encoder_decoder, capability.inputs == "embeds"
@@ -191,11 +186,6 @@ class RaggedModel(nn.Module):
             output = self.model(**inputs, output_hidden_states=hidden_states_of(layers))
         logits = output.logits if self._keeps else output.logits[:, given.kept]
         return logits, returned(output, "hidden_states")
-
-    def encoded(self, features: Tensor) -> Tensor:
-        """The output `[1, frames, width]` of Whisper's encoder, whose frames all see one another, for one input."""
-        hidden: Tensor = self.model.get_encoder()(features).last_hidden_state
-        return hidden
 
     def inputs(self, ids: Tensor) -> Tensor:
         """Trial inputs for tokens `[1, nodes]`: themselves, or made-up embeddings."""

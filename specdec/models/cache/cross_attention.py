@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, EncoderDecoderCache
+from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache
 
 from specdec.models.cache.buffers import KvBuffers
 from specdec.models.cache.layout import seen_columns
@@ -25,10 +25,7 @@ class Frames(DynamicLayer):  # type: ignore[misc]
 
 
 class CrossAttention:
-    """Encoder outputs and their projections, in buffers with one row per encoding; forked rows share one.
-
-    New encodings are projected by a pass over one token, whose output is dropped.
-    """
+    """Encoder outputs and their projections, in buffers with one row per encoding; forked rows share one."""
 
     def __init__(self, language: ModelSpec) -> None:
         self._language = language
@@ -58,7 +55,7 @@ class CrossAttention:
 
     @torch.no_grad()
     def project(self, indices: Iterable[int]) -> None:
-        """Projects the new encodings of these rows, those of equal length in one pass."""
+        """Projects the new encodings of these rows, those of equal length together."""
         unread = self._unread.intersection(self.encoder_rows[index] for index in indices)
         if not unread:
             return
@@ -67,16 +64,9 @@ class CrossAttention:
             alike.setdefault(self._encodings[encoder_row].hidden.shape[1], []).append(encoder_row)
         for frames, encoder_rows in alike.items():
             joined = Encoding.joined([self._encodings[encoder_row] for encoder_row in encoder_rows])
-            cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
-            self._language.model(
-                decoder_input_ids=torch.zeros(len(joined), 1, dtype=torch.long, device=self._language.device),
-                encoder_outputs=joined.output,
-                **{CACHE: cache},
-                use_cache=True,
-            )
+            layers = self._language.projected(joined)
             for i, encoder_row in enumerate(encoder_rows):
-                projections = [(layer.keys[i], layer.values[i]) for layer in cache.cross_attention_cache.layers]
-                self.buffers.write_prefix(encoder_row, projections, frames)
+                self.buffers.write_prefix(encoder_row, [(keys[i], values[i]) for keys, values in layers], frames)
         self._unread -= unread
         self._forget()  # buffers may have grown
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -22,12 +22,14 @@ from specdec.models.backends.packed_layers import (
 from specdec.models.cache.buffers import free_bytes
 from specdec.models.hf.derived import shallow_copy
 from specdec.models.hf.probe_cache import holds
+from specdec.models.loading.weight_files import Mapped
 
 _log = logging.getLogger(__name__)
 _LEAST = 2**26  # weights: passes of smaller models spend their time elsewhere, and roundings hurt them more
 _LARGE = 2**16  # tokens
 _LEAST_HEARING = 2**24
 _FRAMES = 1500  # an encoder of speech reads so many at once
+_OF_FRAMES = ("encoder_attn.k_proj", "encoder_attn.v_proj")  # the decoder's layers that read them
 # Rows -> count and size of the layers that are timed; for one row, as in use, so many that no cache holds them.
 _SAMPLES = {1: (16, 2048, 4096), _FRAMES: (1, 512, 2048)}
 _RUNS = 12  # the fastest counts, as other programs disturb most
@@ -64,30 +66,57 @@ def lightened(model: Any, *, owned: bool) -> Any:
     return model
 
 
-def hearing(model: Any) -> Any:
+def stored_dtype(config: Any) -> torch.dtype | None:
+    """The dtype of a large model's weights on disk if `hearing` narrows them; None of other models."""
+    if not _hears(config) or not kernels.available():
+        return None
+    width, in_encoder, in_decoder = config.d_model, config.encoder_ffn_dim, config.decoder_ffn_dim
+    inputs = config.encoder_layers * (4 * width + 2 * in_encoder) + config.decoder_layers * (8 * width + 2 * in_decoder)
+    is_large = width * (inputs + config.vocab_size) >= _LEAST_HEARING
+    return config.dtype if is_large and _are_faster("bfloat16", "float32", _FRAMES) else None
+
+
+@torch.no_grad()
+def narrowed(model: Any, files: Sequence[str]) -> None:
+    """Makes a model bfloat16 whose weights are views of these files, of which only a part is in memory meanwhile."""
+    mapped = Mapped(files, most=2**24)
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.is_floating_point():
+            mapped.used(tensor.nbytes)
+            tensor.data = tensor.data.to(torch.bfloat16)
+    mapped.forget()
+
+
+def hearing(model: Any, *, drafts: bool) -> Any:
     """A model of the Whisper family in the numbers that are fastest here; any other model unchanged.
 
-    Its numbers are bfloat16 if that is faster, and the linear layers of the encoder have 8 bits if these are faster.
-    The word error of read speech is float32's; with 8 bits in the decoder, whose passes are short anyway, it was not.
+    Its numbers are bfloat16 if that is faster. Where 8 bits are faster, linear layers that read frames have 8 bits, and
+    so has the head's weight, unless the model `drafts`: `lightened` takes that head. The word error of read speech is
+    float32's; with 8 bits in all of the decoder it was not.
     """
-    hears = model.config.model_type == "whisper" and model.config.is_encoder_decoder
-    if not hears or why_not_packed(model) is not None or not kernels.available():
+    if not _hears(model.config) or why_not_packed(model) is not None or not kernels.available():
         return model
     if sum(layer.weight.numel() for layer in packable_layers(model).values()) < _LEAST_HEARING:
         return model
     if _are_faster("bfloat16", "float32", _FRAMES):
         model.to(torch.bfloat16)
-    floats, encoder = str(model.dtype).removeprefix("torch."), _encoder(model)
-    encoder = encoder if _are_faster("int8", floats, _FRAMES) else set()
-    names = [name for name, layer in packable_layers(model).items() if layer in encoder]
-    changed(model, lambda: pack_layers(model, names, lambda _, layer: _rounded(layer, 8)))
+    floats, encoder, layers = str(model.dtype).removeprefix("torch."), _encoder(model), packable_layers(model)
+    head = [name for name, layer in layers.items() if layer is model.get_output_embeddings()]
+    names = [name for name, layer in layers.items() if layer in encoder or name.endswith(_OF_FRAMES)]
+    names += [] if drafts else head
+    names = names if _are_faster("int8", floats, _FRAMES) else []
+    changed(model, lambda: pack_layers(model, names, lambda name, layer: _rounded(layer, 8, rounds=name not in head)))
     numbers = f"{floats}{' and 8 bits' if names else ''}"
     _log.info("speech is heard in %s, the fastest here (`dtype='float32'` gives transformers' text exactly)", numbers)
     return model
 
 
-def _rounded(layer: Any, bits: int) -> kernels.PackedLinear:
-    return kernels.round_weight(weight_of(layer), bits, layer.bias)
+def _hears(config: Any) -> bool:
+    return bool(config.model_type == "whisper" and config.is_encoder_decoder)
+
+
+def _rounded(layer: Any, bits: int, *, rounds: bool = True) -> kernels.PackedLinear:
+    return kernels.round_weight(weight_of(layer), bits, layer.bias, rounds=rounds)
 
 
 def _encoder(model: Any) -> set[nn.Module]:

@@ -33,11 +33,11 @@ from specdec import kernels
 from specdec.errors import OptionError, UnsupportedError
 from specdec.models.hf.derived import eyes, part_class
 from specdec.models.hf.load_errors import check_complete, check_folder, explained
-from specdec.models.hf.private_api import class_of
+from specdec.models.hf.private_api import cached, class_of
 from specdec.models.language_model import LanguageModel
 from specdec.models.loading.gguf import GgufFile, gguf_path
 from specdec.models.loading.kept_weights import KeptWeights
-from specdec.models.loading.lighten import hearing, lightened
+from specdec.models.loading.lighten import hearing, lightened, narrowed, stored_dtype
 from specdec.models.loading.packed_folder import is_packed_folder, read_packed, save_packed
 from specdec.models.loading.placement import POLICIES, device_map, dispatch, offload_folder, read_ahead, to_devices
 from specdec.models.loading.quantizers import Quantizer, settle_four_bits
@@ -133,8 +133,9 @@ def _from_checkpoint(source: str, folder: str, how: Loading, name: str) -> Langu
         is_whole = packs and not _WHOLE & how.changes.keys() and _computes_on_cpu(how)
         weights = KeptWeights(folder, how) if is_whole else None
         model = weights and weights.read(partial(_read, argument=name))
-        model = model or _read_fast(folder, how, name)
+        model = model or _read_fast(folder, how, name, is_whole)
     language = LanguageModel(model, backend=how.backend, exactness=how.exactness, owned=True)
+    kernels.give_back()
     language.loading_seconds = perf_counter() - began
     if weights and (writing := weights.writing(model)):
         writing.start()
@@ -143,12 +144,23 @@ def _from_checkpoint(source: str, folder: str, how: Loading, name: str) -> Langu
     return language
 
 
-def _read_fast(folder: str, how: Loading, name: str) -> Any:
-    """The model of `_read`, with the numbers that are fastest here for speech and drafts, unless options name some."""
+def _read_fast(folder: str, how: Loading, name: str, is_whole: bool) -> Any:
+    """The model of `_read`, with the numbers that are fastest here for speech and drafts, unless options name some.
+
+    `is_whole`: all of it goes into this processor's memory.
+    """
     few, packs = how.quantization == AUTO, how.backend != "eager"
-    model = _read(folder, replace(how, quantization=None) if few else how, name)
-    if packs and how.dtype == AUTO and how.quantization in (None, AUTO):
-        model = hearing(model)
+    how = replace(how, quantization=None) if few else how
+    chooses, stored = packs and how.dtype == AUTO and how.quantization is None, None
+    if chooses and is_whole and how.gguf_file is None:
+        config = AutoConfig.from_pretrained(folder, revision=how.revision, trust_remote_code=how.trust_remote_code)
+        stored = stored_dtype(config)
+    model = _read(folder, replace(how, dtype=stored or how.dtype), name)
+    if stored is not None:
+        place = Path(cached(folder, "config.json", how.revision)).parent
+        narrowed(model, [str(file) for file in place.glob("*.safetensors")])
+    if chooses:
+        model = hearing(model, drafts=few)
     return lightened(model, owned=True) if packs and few else model
 
 

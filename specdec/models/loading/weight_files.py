@@ -142,15 +142,18 @@ def _close(files: dict[str, BinaryIO]) -> None:
 
 
 class Mapped:
-    """Files that a model's weights are views of, whose memory is given back while the weights are replaced."""
+    """Files that a model's weights are views of, whose memory is given back while the weights are replaced.
 
-    def __init__(self, files: Sequence[str] = ()) -> None:
-        self._paths, self._read = {os.path.realpath(file) for file in files}, 0
+    About `most` bytes of them stay in memory.
+    """
+
+    def __init__(self, files: Sequence[str] = (), most: int = _MOST_MAPPED) -> None:
+        self._paths, self._read, self._most = {os.path.realpath(file) for file in files}, 0, most
 
     def used(self, nbytes: int) -> None:
         """Counts bytes that were read and are not needed again."""
         self._read += nbytes
-        if self._read > _MOST_MAPPED:
+        if self._read > self._most:
             self.forget()
 
     def forget(self) -> None:
