@@ -1,6 +1,6 @@
-// Top-k, top-p and draws as operators on the CPU.
+// Top-k, top-p, draws, and the best token after filters as operators on the CPU.
 
-#include "choice.h"
+#include "filters.h"
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -45,9 +45,27 @@ at::Tensor draws(const at::Tensor& scores, at::IntArrayRef addresses) {
   return tokens;
 }
 
+// The first token with the largest of the `scores` `[vocabulary]` after filters: filter i has `counts[i]` of `numbers`.
+int64_t best_token(const at::Tensor& scores, const std::vector<std::string>& names, at::ArrayRef<double> numbers,
+                   at::IntArrayRef counts) {
+  TORCH_CHECK_VALUE(scores.dim() == 1 && scores.numel() && names.size() == counts.size(), "`scores` must be ",
+                    "[vocabulary] and `counts` one for each filter, got ", scores.sizes(), " and ", counts);
+  auto own = scores.to(at::kFloat, /*non_blocking=*/false, /*copy=*/true).contiguous();
+  auto begin = own.mutable_data_ptr<float>(), end = begin + own.numel();
+  int64_t first = 0;
+  for (size_t i = 0; i < names.size(); first += counts[i++]) {
+    auto of_filter = numbers.slice(first, counts[i]);
+    filter(names[i], Numbers(of_filter.begin(), of_filter.end()))->apply(begin, own.numel(), 0);
+  }
+  auto most = largest(begin, own.numel());
+  if (most == NEVER) return EMPTY;
+  return std::find_if(begin, end, [&](float score) { return score == most || std::isnan(score); }) - begin;
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(specdec, CPU, m) {
   m.impl("keep_top", &keep_top);
   m.impl("draws", &draws);
+  m.impl("best_token", &best_token);
 }

@@ -3,13 +3,16 @@
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers.generation import logits_process as stock
 
-from specdec.decoding.processors import Timestamps
+from specdec import kernels
+from specdec.decoding.noise import EMPTY
+from specdec.decoding.processors import Processors, Timestamps
 from specdec.decoding.processors.own import MinLength, MinNewTokens, Suppress, SuppressAtBegin
 
 VOCAB, FIRST, END = 26, 14, 10  # between the end and the timestamps: a few tokens of other use
@@ -66,3 +69,20 @@ def test_suppressed_tokens(length, tokens, seed, dtype, least) -> None:
         assert torch.equal(own(ids, logits), theirs(ids, logits))
         assert type(own).stands_for is type(theirs)
     assert torch.equal(logits, before)
+
+
+@pytest.mark.skipif(not kernels.available(), reason="needs kernels")
+@given(
+    text=st.lists(TOKEN, min_size=1, max_size=9),
+    tokens=st.sets(st.integers(-1, VOCAB + 3)),
+    seed=st.integers(0, 999),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    scale=st.sampled_from([0.0, 3.0]),
+)
+def test_the_best_token_in_one_call(text, tokens, seed, dtype, scale) -> None:
+    """It is the argmax of the scores that the processors make, the first of equals."""
+    logits = logits_of(1, seed, dtype, scale)
+    processors = Processors((Suppress(tokens), SuppressAtBegin([3, 17], 4), Timestamps(FIRST, 1, END, most_initial=3)))
+    scores = processors(torch.tensor([text]), logits)[0]
+    expected = EMPTY if scores.max() == -torch.inf else int(scores.numpy().argmax())
+    assert kernels.best_token(logits[0], processors.in_numbers(text)) == expected

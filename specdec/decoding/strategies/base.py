@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from specdec import kernels
 from specdec.core.drafts import Sampler, SequenceView
 from specdec.core.strategies import Advance, View
 from specdec.core.tree import Step, TopTokens
@@ -172,9 +173,16 @@ class Greedy(TextStrategy):
         return not (options.samples or options.num_beams > 1 or options.penalty_alpha)
 
     def emit(self, seq: SequenceView, new: list[int], out: Logits, node: int) -> Step:
-        if self.keeps or self.processors.items or out.unconditional is not None:
+        if self.keeps or out.unconditional is not None:
             return super().emit(seq, new, out, node)
-        return Step(first_best(out.logits[node - out.work.first]))
+        logits = out.logits[node - out.work.first]
+        if not self.processors.items:
+            return Step(first_best(logits))
+        compiled = logits.is_cpu and kernels.available()
+        filters = self.processors.in_numbers([*seq.tokens, *new]) if compiled else None
+        if filters is None:
+            return super().emit(seq, new, out, node)
+        return Step(noise.checked(kernels.best_token(logits, filters)))
 
     def choose(self, seq: SequenceView, new: list[int], out: Logits, node: int, processed: Tensor) -> int:
         token = first_best(processed)
