@@ -115,9 +115,9 @@ def whisper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
 @pytest.mark.parametrize(
     ("faster", "dtype", "encoder", "head"),
     [
-        (("1500 rows: bfloat16", "1500 rows: int8", "1 rows: int8"), torch.bfloat16, "int8", "int8"),
+        (("1500 rows: bfloat16", "1500 rows: int8", "1 rows: int8"), torch.bfloat16, "int8", "bfloat16"),
         (("1500 rows: bfloat16",), torch.bfloat16, "bfloat16", "bfloat16"),
-        (("1500 rows: int8",), torch.float32, "int8", "int8"),
+        (("1500 rows: int8",), torch.float32, "int8", "float32"),
         (("1 rows: int8",), torch.float32, "float32", "float32"),
     ],
 )
@@ -135,7 +135,6 @@ def test_speech_is_heard_in_the_fastest_numbers(
     assert loaded.dtype == dtype
     assert {kind for name, kind in kinds(loaded.model).items() if ".encoder.layers" in name} == {encoder}
     assert loaded.output_embeddings.kind == head
-    assert not loaded.output_embeddings.rounds  # with rows in 8 bits, words of read speech became others
     of_layers = {kind for name, kind in kinds(loaded.model).items() if "decoder.layers" in name}
     assert of_layers == {encoder, str(dtype).removeprefix("torch.")}
     states = [one.encode(tiny_inputs("whisper", 2)).hidden for one in (plain, exact, loaded)]

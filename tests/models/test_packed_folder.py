@@ -13,7 +13,6 @@ from specdec.generator.pack import pack_model
 from specdec.models import LanguageModel, load_model
 from specdec.models.backends.packed_layers import weight_of
 from specdec.models.loading.load import save_loaded
-from specdec.models.loading.packed_folder import save_packed
 from tests.folders import saved, saved_gguf, saved_model
 from tests.matrix import endless
 from tests.quantized import AWQ, GPTQ, saved_quantized
@@ -83,15 +82,6 @@ def test_another_dtype(tmp_path: Path) -> None:
     assert load_model(folder).dtype == torch.bfloat16
     model = load_model(folder, Loading(dtype="float32"))
     assert (model.dtype, model.model.model.norm.weight.dtype) == (torch.float32, torch.float32)
-
-
-def test_a_head_that_does_not_round_rows(tmp_path: Path) -> None:
-    """It does not round them when it is read again, unlike the layers."""
-    language = load_model(saved("whisper", tmp_path / "source"), Loading(quantization="int8-weight"))
-    language.model.proj_out.rounds = False
-    save_packed(language.model, tmp_path / "packed")
-    model = load_model(str(tmp_path / "packed")).model
-    assert (model.proj_out.rounds, model.get_encoder().layers[0].fc1.rounds) == (False, True)
 
 
 def test_a_folder_with_all_that_commands_need(tmp_path: Path) -> None:

@@ -87,12 +87,11 @@ def narrowed(model: Any, files: Sequence[str]) -> None:
     mapped.forget()
 
 
-def hearing(model: Any, *, drafts: bool) -> Any:
+def hearing(model: Any) -> Any:
     """A model of the Whisper family in the numbers that are fastest here; any other model unchanged.
 
-    Its numbers are bfloat16 if that is faster. Where 8 bits are faster, linear layers that read frames have 8 bits, and
-    so has the head's weight, unless the model `drafts`: `lightened` takes that head. The word error of read speech is
-    float32's; with 8 bits in all of the decoder it was not.
+    Its numbers are bfloat16 if that is faster, and linear layers that read frames have 8 bits if these are faster. The
+    word error of read speech is float32's; with 8 bits in other layers of the decoder, or in its head, it was not.
     """
     if not _hears(model.config) or why_not_packed(model) is not None or not kernels.available():
         return model
@@ -101,11 +100,9 @@ def hearing(model: Any, *, drafts: bool) -> Any:
     if _are_faster("bfloat16", "float32", _FRAMES):
         model.to(torch.bfloat16)
     floats, encoder, layers = str(model.dtype).removeprefix("torch."), _encoder(model), packable_layers(model)
-    head = [name for name, layer in layers.items() if layer is model.get_output_embeddings()]
     names = [name for name, layer in layers.items() if layer in encoder or name.endswith(_OF_FRAMES)]
-    names += [] if drafts else head
     names = names if _are_faster("int8", floats, _FRAMES) else []
-    changed(model, lambda: pack_layers(model, names, lambda name, layer: _rounded(layer, 8, rounds=name not in head)))
+    changed(model, lambda: pack_layers(model, names, lambda _, layer: _rounded(layer, 8)))
     numbers = f"{floats}{' and 8 bits' if names else ''}"
     _log.info("speech is heard in %s, the fastest here (`dtype='float32'` gives transformers' text exactly)", numbers)
     return model
@@ -115,8 +112,8 @@ def _hears(config: Any) -> bool:
     return bool(config.model_type == "whisper" and config.is_encoder_decoder)
 
 
-def _rounded(layer: Any, bits: int, *, rounds: bool = True) -> kernels.PackedLinear:
-    return kernels.round_weight(weight_of(layer), bits, layer.bias, rounds=rounds)
+def _rounded(layer: Any, bits: int) -> kernels.PackedLinear:
+    return kernels.round_weight(weight_of(layer), bits, layer.bias)
 
 
 def _encoder(model: Any) -> set[nn.Module]:

@@ -160,7 +160,7 @@ def _read_fast(folder: str, how: Loading, name: str, is_whole: bool) -> Any:
         place = Path(cached(folder, "config.json", how.revision)).parent
         narrowed(model, [str(file) for file in place.glob("*.safetensors")])
     if chooses:
-        model = hearing(model, drafts=few)
+        model = hearing(model)
     return lightened(model, owned=True) if packs and few else model
 
 

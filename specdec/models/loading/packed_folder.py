@@ -53,9 +53,8 @@ class PackedFolder:
                 f"{kind.__name__} {reason}, which packed folders do not hold: load the checkpoint as it is"
             )
         config.architectures, config.dtype = [kind.__name__], model.dtype  # speech changes it after loading
-        head, rounding = model.get_output_embeddings(), [getattr(part, "rounds", False) for part in model.modules()]
-        of_head = {"likely": getattr(head, "likely", 0), "rounds": getattr(head, "rounds", True) or not any(rounding)}
-        config.quantization_config = {"quant_method": METHOD, "version": _VERSION, **of_head}
+        likely = getattr(model.get_output_embeddings(), "likely", 0)
+        config.quantization_config = {"quant_method": METHOD, "version": _VERSION, "likely": likely}
         self._texts, defaults = {"config.json": config.to_json_string()}, model.generation_config
         if defaults is not None:
             self._texts["generation_config.json"] = defaults.to_json_string()
@@ -132,7 +131,7 @@ def read_packed(name: str, config: Any, dtype: torch.dtype, *, revision: str | N
 
     `dtype` replaces the stored dtype. Raises LoadError for tensors that are missing or of another size.
     """
-    scheme = config.quantization_config
+    likely = config.quantization_config.get("likely", 0)
     del config.quantization_config
     stored, config.dtype = config.dtype, dtype
     model = empty_model(config, config.dtype)
@@ -168,8 +167,7 @@ def read_packed(name: str, config: Any, dtype: torch.dtype, *, revision: str | N
     model.tie_weights()
     put_packed(model, packed)
     if isinstance(head := model.get_output_embeddings(), kernels.PackedLinear):
-        head.likely, head.rounds = scheme.get("likely", 0), head.rounds and scheme.get("rounds", True)
-        kernels.measure_ways(head.kind, head.scales is not None, head.rounds)
+        head.likely = likely
     if absent := [key for key, tensor in model.state_dict().items() if tensor.is_meta]:
         raise LoadError(f"{name!r} lacks {absent[0]} and {len(absent) - 1} others: pack the model again")
     model.generation_config = GenerationConfig.from_pretrained(name, revision=revision)
