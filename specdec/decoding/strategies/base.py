@@ -178,8 +178,7 @@ class Greedy(TextStrategy):
         logits = out.logits[node - out.work.first]
         if not self.processors.items:
             return Step(first_best(logits))
-        compiled = logits.is_cpu and kernels.available()
-        filters = self.processors.in_numbers([*seq.tokens, *new]) if compiled else None
+        filters = self.processors.in_numbers([*seq.tokens, *new]) if kernels.available() else None
         if filters is None:
             return super().emit(seq, new, out, node)
         return Step(noise.checked(kernels.best_token(logits, filters)))
