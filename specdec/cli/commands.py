@@ -196,9 +196,8 @@ def generate(
         show_stats(out.stats)
     if interrupt.is_set:
         return INTERRUPTED
-    is_silent = not any(each.strip() for each in texts)  # many chat models are, without their template
-    if is_silent and not chat and getattr(generator.tokenizer, "chat_template", None):
-        remark("hint: the text is empty: to apply this model's chat template to the prompt, pass --chat")
+    if not chat and getattr(generator.tokenizer, "chat_template", None):
+        remark("hint: the prompt was continued as a text: for an answer by the model's chat template, pass --chat")
     return OK
 
 

@@ -88,7 +88,9 @@ def _shared(
     ),
     schedule: str | None = flag(f"How much to draft: {', '.join(SCHEDULES)}.", words=SCHEDULES),
     # how tokens are chosen
-    max_new_tokens: int | None = flag(f"Length limit; {DEFAULT_NEW_TOKENS} if nothing sets one."),
+    max_new_tokens: int | None = flag(
+        f"Length limit; {DEFAULT_NEW_TOKENS} if nothing sets one.", "--max-new-tokens", "-n"
+    ),
     sample: bool | None = flag("Sample, or take the likeliest token.", "--sample/--greedy"),
     temperature: float | None = flag("Sampling temperature; implies --sample."),
     top_k: int | None = flag("Sample from the k likeliest tokens; implies --sample."),

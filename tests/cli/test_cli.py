@@ -460,11 +460,11 @@ def test_ctrl_c_stops_the_answer_alone(chatty: str, talk: Any, monkeypatch: pyte
     assert whole.startswith(out.removesuffix(f"\n{whole}\n").rstrip("\ufffd"))
 
 
-def test_a_hint_where_a_chat_model_is_silent(chatty: str, generate: Any, called: Any) -> None:
-    """A plain prompt made many of them end at once: nothing was printed, with exit code 0."""
-    ends = ["--set", "forced_eos_token_id=2", "--max-new-tokens", "1"]
+def test_a_hint_where_a_chat_model_continues(chatty: str, generate: Any, called: Any) -> None:
+    """A plain prompt made many of them end at once, or write on: nothing told of --chat."""
+    ends = ["--set", "forced_eos_token_id=2", "-n", "1"]
     out, err = called("generate", chatty, "-p", "def f", *ends)
-    assert (out, err.startswith("hint: the text is empty")) == ("\n", True)
+    assert (out, err.startswith("hint: the prompt was continued")) == ("\n", True)
     assert err.endswith("--chat\n")
     for flags in (["--chat"], ["--quiet"]):
         assert called("generate", chatty, "-p", "def f", *ends, *flags).err == ""

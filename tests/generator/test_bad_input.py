@@ -322,6 +322,14 @@ def test_half_of_a_character(kind: Any) -> None:
             made.generate(messages=[{"role": "user", "content": "a\ud800"}], max_new_tokens=4)
 
 
+def test_messages_that_are_a_text() -> None:
+    """The template raised about the attributes of a string."""
+    made = SpecGenerator(tiny("llama", vocab_size=WIDTH), tokenizer=byte_tokenizer())
+    made.tokenizer.chat_template = "{{ messages[0].content }}"
+    with pytest.raises(OptionError, match="`messages` must be a list of messages such as .*got 'hi'"):
+        made.generate(messages="hi", max_new_tokens=4)
+
+
 def test_text_without_a_limit() -> None:
     """Text never stops silently at 20 tokens."""
     generator = SpecGenerator(tiny("llama"), tokenizer=Letters())

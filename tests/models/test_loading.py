@@ -495,6 +495,7 @@ def test_devices_that_are_not_here(place: Any) -> None:
             (source, "`draft` must be .*nonexistent'?: there is no such folder")
             for source in ("/nonexistent", "./nonexistent", "~/nonexistent", Path("nonexistent"))
         ),
+        ("model.Q4_K_M.gguf", "there is no such file"),
         (__file__, "it is a file"),
         (3, "hub name"),
     ],

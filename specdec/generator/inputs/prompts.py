@@ -210,8 +210,8 @@ def read_messages(
         raise OptionError("`messages` needs a tokenizer with a chat template: pass `tokenizer=` to SpecGenerator")
     if getattr(tokenizer, "chat_template", "") is None and getattr(processor, "chat_template", None) is None:
         raise OptionError("`messages` needs a chat template, and this tokenizer has none: pass the text as a prompt")
-    if not isinstance(messages, Sequence) or not messages:
-        raise OptionError.of("messages", "a list of messages", messages)
+    if isinstance(messages, str) or not isinstance(messages, Sequence) or not messages:
+        raise OptionError.of("messages", 'a list of messages such as {"role": "user", "content": "Hello"}', messages)
     conversations = [messages] if isinstance(messages[0], Mapping) else messages
     how = {"add_generation_prompt": True, "tokenize": True, **how}
     try:

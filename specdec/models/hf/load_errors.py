@@ -26,9 +26,10 @@ _NAME = "check the name, or convert the checkpoint to safetensors if that is wha
 
 
 def check_folder(source: str | os.PathLike[str], argument: str = "model") -> None:
-    """Raises OptionError if `source` can only be a path, and no such folder exists."""
+    """Raises OptionError if `source` can only be a path, as a GGUF file's, and no such folder exists."""
     name = str(source)
     only_a_path = not isinstance(source, str) or name.startswith((".", "~", os.sep)) or name.count("/") > 1
+    only_a_path |= name.endswith(".gguf")
     if only_a_path and not Path(name).is_dir():
         file = "file" if name.endswith(".gguf") else "folder"
         kind = "it is a file of another kind" if Path(name).exists() else f"there is no such {file}"
