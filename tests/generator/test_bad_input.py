@@ -326,7 +326,7 @@ def test_messages_that_are_a_text() -> None:
     """The template raised about the attributes of a string."""
     made = SpecGenerator(tiny("llama", vocab_size=WIDTH), tokenizer=byte_tokenizer())
     made.tokenizer.chat_template = "{{ messages[0].content }}"
-    with pytest.raises(OptionError, match="`messages` must be a list of messages such as .*got 'hi'"):
+    with pytest.raises(OptionError, match=r"`messages` must be a list of messages such as .*got 'hi'"):
         made.generate(messages="hi", max_new_tokens=4)
 
 
