@@ -80,6 +80,33 @@ def test_lines_are_short() -> None:
     assert "日本\n語" in srt([{"text": "日本語", "timestamp": (0, 3), "words": characters}], width=2)
 
 
+def spans(text: str) -> list[list[str]]:
+    """Begin and end of the cues of a VTT, without hours and minutes."""
+    return [line.replace("00:00:", "").split(" --> ") for line in text.splitlines() if " --> " in line]
+
+
+def test_cues_do_not_overlap() -> None:
+    """A cue ends where the next begins, and still has a length. (At seams of windows a cue ended behind that.)"""
+    times = [(11.56, 23.02), (22.92, 24.0), (24.0, 24.0), (24.0, 25.0), (23.0, 23.5)]
+    out = vtt({"text": "a", "timestamp": time} for time in times)
+    assert spans(out) == [
+        *(["11.560", "22.920"], ["22.920", "24.000"], ["24.000", "24.100"], ["24.100", "24.200"]),
+        ["24.200", "24.300"],
+    ]
+
+
+def test_cues_have_so_many_lines() -> None:
+    """A cue with more lines is split in several, at its words' times, else in proportion to its characters."""
+    text = [{"text": " It was a considerable time ago", "timestamp": (0.0, 3.1)}]
+    out = vtt(text, width=12, lines=2)
+    assert [cue.splitlines()[1:] for cue in out.split("\n\n")[1:-1]] == [["It was a", "considerable"], ["time ago"]]
+    assert spans(out) == [["00.000", "02.200"], ["02.200", "03.100"]]
+    assert vtt(text, width=12, lines=3) == vtt(text, width=12)
+    out = vtt(CUES, width=8, lines=2)
+    assert spans(out) == [["01.000", "02.000"], ["02.000", "02.100"]]
+    assert "So <00:00:01.200>it\n&lt;came&gt;\n\n" in out
+
+
 BEGIN = 100
 HOW = {"begin": BEGIN, "offset": 10.0, "frames": 3000, "stride": 2}
 WINDOWS = [

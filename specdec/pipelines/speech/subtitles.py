@@ -4,72 +4,114 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from dataclasses import dataclass
 from html import escape
-from typing import Any
+from math import inf
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 Chunk = Mapping[str, Any]
 _PIECE = re.compile(r"\s*\S+")
 _SHORTEST = 0.1  # seconds; players drop cues without length
 
 
-def srt(cues: Iterable[Chunk], width: int | None = None, words: int | None = None) -> str:
-    """SubRip: numbered cues, `HH:MM:SS,mmm`, and an empty line after each; `width` and `words` are those of `vtt`."""
-    shown = enumerate(_split(cues, words), 1)
-    return "".join(
-        f"{number}\n{_times(cue, ',')}\n{_lines(cue, width).replace('-->', '->')}\n\n" for number, cue in shown
-    )
+def srt(cues: Iterable[Chunk], width: int | None = None, words: int | None = None, lines: int | None = None) -> str:
+    """SubRip: numbered cues, `HH:MM:SS,mmm`, and an empty line after each; the arguments are those of `vtt`."""
+    shown = enumerate(_cues(cues, width, words, lines), 1)
+    return "".join(f"{number}\n{cue.times(',')}\n{cue.text().replace('-->', '->')}\n\n" for number, cue in shown)
 
 
-def vtt(cues: Iterable[Chunk], width: int | None = None, words: int | None = None) -> str:
+def vtt(cues: Iterable[Chunk], width: int | None = None, words: int | None = None, lines: int | None = None) -> str:
     """WebVTT: cues with `HH:MM:SS.mmm`, reserved characters escaped, and the time of each word that has one.
 
     A cue is a chunk of `text` and `timestamp`, perhaps with its `words`, which are chunks too. Lines have at most
-    `width` characters, longer words excepted; cues with `words` at most `words` of them.
+    `width` characters, longer words excepted; cues at most `lines` lines, and those with `words` at most `words` of
+    them. The parts of a cue without words divide its time by their characters.
     """
-    shown = (f"{_times(cue, '.')}\n{_lines(cue, width, partial(_timed, cue))}\n\n" for cue in _split(cues, words))
-    return "WEBVTT\n\n" + "".join(shown)
+    shown = _cues(cues, width, words, lines)
+    return "WEBVTT\n\n" + "".join(f"{cue.times('.')}\n{cue.text(cue.timed)}\n\n" for cue in shown)
 
 
-def _split(cues: Iterable[Chunk], most: int | None) -> Iterator[Sequence[Chunk]]:
-    """The words of each cue, at most `most`; a cue without words is one."""
-    for cue in cues:
-        words = [word for word in cue.get("words", [cue]) if word["text"].strip()]
-        step = most or max(len(words), 1)
-        yield from (words[first : first + step] for first in range(0, len(words), step))
+@dataclass(frozen=True)
+class _Piece:
+    """Characters that stay in one line, and the space before them; seconds from `start` to `end`.
+
+    `before`: the start of the word before; endless within a word, or text without words, whose pieces have no time.
+    """
+
+    gap: str
+    text: str
+    start: float
+    end: float
+    before: float
 
 
-def _span(cue: Sequence[Chunk]) -> tuple[float, float]:
-    """Begin and end in seconds; the end is the later."""
-    start, end = cue[0]["timestamp"][0] or 0.0, cue[-1]["timestamp"][1]
-    return start, start + _SHORTEST if end is None or round(end, 3) <= round(start, 3) else end
+@dataclass(frozen=True)
+class _Cue:
+    """What is shown from `start` to `end`."""
+
+    lines: Sequence[Sequence[_Piece]]
+    start: float
+    end: float
+
+    def times(self, mark: str) -> str:
+        return f"{_clock(self.start, mark)} --> {_clock(self.end, mark)}"
+
+    def text(self, shown: Callable[[_Piece], str] = lambda piece: piece.text) -> str:
+        return "\n".join("".join(piece.gap + shown(piece) for piece in line).strip() for line in self.lines)
+
+    def timed(self, piece: _Piece) -> str:
+        """A piece with its time, which must be within the cue and after the word before."""
+        is_timed = max(piece.before, self.start) < piece.start < self.end
+        return (f"<{_clock(piece.start, '.')}>" if is_timed else "") + escape(piece.text, quote=False)
 
 
-def _times(cue: Sequence[Chunk], mark: str) -> str:
-    return " --> ".join(_clock(seconds, mark) for seconds in _span(cue))
+def _cues(chunks: Iterable[Chunk], width: int | None, words: int | None, lines: int | None) -> list[_Cue]:
+    """The cues that are shown; each has a length, and ends at latest where the next begins."""
+    cues: list[_Cue] = []
+    for chunk in chunks:
+        spoken = [word for word in chunk.get("words", [chunk]) if word["text"].strip()]
+        for group in _groups(spoken, words):
+            for shown in _groups(_lines(_pieces(group), width), lines):
+                start, end = shown[0][0].start, shown[-1][-1].end
+                if cues:
+                    last = cues.pop()
+                    start = max(start, min(last.end, last.start + _SHORTEST))
+                    cues.append(_Cue(last.lines, last.start, min(last.end, start)))
+                cues.append(_Cue(shown, start, end if end > start else start + _SHORTEST))
+    return cues
 
 
-def _lines(
-    cue: Sequence[Chunk], width: int | None, shown: Callable[[int, str], str] = lambda number, text: text
-) -> str:
-    """The text in lines; `shown` returns the form of a word, or of a part of it, by the word's number in the cue."""
-    lines, length = "", 0
-    for number, word in enumerate(cue):
-        for piece in _PIECE.findall(word["text"]):
-            text = piece.strip()
-            gap = " " if length and text != piece else ""
-            if length and width is not None and length + len(gap + text) > width:
-                gap, length = "\n", -1
-            lines += gap + shown(number, text)
-            length += len(gap + text)
+def _groups(items: Sequence[T], most: int | None) -> Iterator[Sequence[T]]:
+    """The items in groups of at most `most`."""
+    step = most or max(len(items), 1)
+    return (items[first : first + step] for first in range(0, len(items), step))
+
+
+def _pieces(words: Iterable[Chunk]) -> Iterator[_Piece]:
+    """The words cut at spaces; the pieces of a word divide its time by their characters."""
+    before = inf
+    for word in words:
+        text, (start, end) = word["text"].rstrip(), word["timestamp"]
+        start = start or 0.0
+        pace = ((start if end is None else end) - start) / len(text)
+        for match in _PIECE.finditer(text):
+            begins, ends = (round(start + pace * i, 3) for i in match.span())
+            piece = match[0].strip()
+            yield _Piece(" " if piece != match[0] else "", piece, begins, ends, inf if match.start() else before)
+        before = start
+
+
+def _lines(pieces: Iterable[_Piece], width: int | None) -> list[list[_Piece]]:
+    """The pieces in lines of at most `width` characters."""
+    lines, length = list[list[_Piece]](), 0
+    for piece in pieces:
+        length += len(piece.gap + piece.text)
+        if not lines or (width is not None and length > width):
+            lines.append([])
+            length = len(piece.text)
+        lines[-1].append(piece)
     return lines
-
-
-def _timed(cue: Sequence[Chunk], number: int, text: str) -> str:
-    """A word with its time, which must be within the cue and after the word before."""
-    before, start = ((cue[i]["timestamp"][0] or 0.0) for i in (max(number - 1, 0), number))
-    tag = f"<{_clock(start, '.')}>" if before < start < _span(cue)[1] else ""
-    return tag + escape(text, quote=False)
 
 
 def _clock(seconds: float, mark: str) -> str:
