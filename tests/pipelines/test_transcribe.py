@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, WhisperForCausalLM, WhisperProcessor, 
 from specdec import OptionError, SpecGenerator, Transcriber, UnsupportedError
 from specdec.options import bundled_models
 from specdec.pipelines.speech.audio import log_mel, read_audio
+from specdec.pipelines.speech.recordings import Recording
 from specdec.pipelines.speech.settings import SpeechSettings
 from specdec.pipelines.speech.whisper import Evidence, Whisper
 from specdec.pipelines.speech.windows import Track, window_segments
@@ -150,9 +151,12 @@ def test_english_only() -> None:
     del model.generation_config.lang_to_id, model.generation_config.task_to_id
     assert ours(model, sound, return_timestamps=True) == theirs(model, sound, return_timestamps=True)
     assert ours(model, sound, **EN) == ours(model, sound)  # what servers' clients say
-    for wrong in ({"language": "de"}, {"task": "translate"}):
-        with pytest.raises(OptionError, match="English-only"):
-            ours(model, sound, **wrong)
+    for name, value in (("language", "de"), ("task", "translate")):
+        with pytest.raises(OptionError, match=f"`{name}` '{value}' does not apply to an English-only model"):
+            ours(model, sound, **{name: value})
+    for timestamps in (True, "word"):
+        out = Transcriber(model, processor=PARTS)(sound, return_timestamps=timestamps, return_language=True)
+        assert {out.language, *(chunk["language"] for chunk in out["chunks"])} == {"english"}
 
 
 @pytest.mark.parametrize("options", [{}, slow({"return_timestamps": True}), slow({"num_beams": 3})], ids=str)
@@ -364,7 +368,7 @@ def test_text_beyond_the_last_timestamp_is_expected_again(monkeypatch: pytest.Mo
 @pytest.mark.parametrize("draft", [slow(None), "own encoder"])
 @pytest.mark.parametrize("options", [{}, {"chunk_length_s": 1, "stride_length_s": 0.1}], ids=str)
 def test_words_equal_the_pipeline(options: dict[str, Any], draft: str | None) -> None:
-    """When each word is said, by the attention of the heads that align, read once the text is known."""
+    """When each word is said, by the heads that align; the pipeline's times may be beyond the sound."""
     model, sound = target(3), speech(2.8, seed=3)
     expected = pipe(model)(sound.copy(), generate_kwargs=GENERATE, return_timestamps="word", **options)
     helper = None if draft is None else DRAFTS[draft](model)
@@ -374,7 +378,7 @@ def test_words_equal_the_pipeline(options: dict[str, Any], draft: str | None) ->
     assert len(out["chunks"]) > 3
     for mine, other in zip(out["chunks"], expected["chunks"], strict=True):
         assert mine["text"] == other["text"]
-        assert mine["timestamp"] == pytest.approx(other["timestamp"], abs=0.021)
+        assert mine["timestamp"] == pytest.approx([min(time, 2.8) for time in other["timestamp"]], abs=0.021)
 
 
 @pytest.mark.parametrize("chunked", [False, True])
@@ -385,7 +389,7 @@ def test_words_stand_in_cues(chunked: bool) -> None:
     transcriber = Transcriber(target(3), processor=PARTS, suppress_tokens=broken, **EN)
     options = {"chunk_length_s": 1.0} if chunked else {}
     out = transcriber(speech(2.8, seed=3), return_timestamps="word", **options)
-    assert [word for cue in out.cues for word in cue["words"]] == out["chunks"]
+    assert [word["text"] for cue in out.cues for word in cue["words"]] == [word["text"] for word in out["chunks"]]
     assert "".join(cue["text"] for cue in out.cues) == out["text"]
     if not chunked:
         segments = transcriber(speech(2.8, seed=3), return_timestamps=True)
@@ -393,6 +397,52 @@ def test_words_stand_in_cues(chunked: bool) -> None:
         assert sum(cue["text"] in texts for cue in out.cues) > len(texts) / 2  # a word may span two segments
         assert segments.cues == segments["chunks"]
     assert transcriber(speech(0.5)).cues == []
+
+
+def test_cues_do_not_reach_into_silence() -> None:
+    """Their first and last words are clipped. (A cue began 8 seconds early, and another ended 6 seconds late.)"""
+    said = [(" After", 2.0, 10.3), (" silence,", 10.3, 11.8), (" it", 11.8, 12.0), (" ended.", 12.0, 18.5)]
+    said += [(" Thus", 18.5, 18.9), (" it", 18.9, 19.2), (" did.", 19.2, 19.6)]
+    words = [{"text": text, "timestamp": (start, end)} for text, start, end in said]
+    cues = Recording(strides=[]).cues(Whisper, words)
+    assert [cue["timestamp"] for cue in cues] == [(9.5, 12.8), (18.5, 19.6)]
+    assert words[0]["timestamp"] == (2.0, 10.3)
+    assert cues[0]["words"][1] == words[1]
+
+
+@pytest.mark.parametrize("options", [{}, {"chunk_length_s": 1}, {"return_timestamps": "word"}], ids=str)
+def test_no_time_is_beyond_the_recording(options: dict[str, Any]) -> None:
+    """(A segment ended at 2.0 seconds of 1.9, as its timestamp said.)"""
+    for seconds in (0.503, 1.2):
+        out = Transcriber(target(), processor=PARTS)(speech(seconds), **{"return_timestamps": True, **EN, **options})
+        assert out.duration == seconds
+        times = [chunk["timestamp"] for chunk in out["chunks"]]
+        assert max(end for _, end in times if end is not None) <= seconds
+        assert all(start <= end <= 1.2 for s in out.segments for start, end in ((one.start, one.end) for one in s))
+
+
+@pytest.mark.parametrize("options", [{}, {"chunk_length_s": 1}], ids=str)
+def test_languages_are_no_words(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some tokenizers do not mark them as special. (The text began with "<|en|>", and no word had a language.)"""
+    transcriber, sound = Transcriber(target(3), processor=PARTS), speech(2.8, seed=3)
+    options = {"return_timestamps": "word", **GENERATE, **options}
+    expected = transcriber(sound, **options)
+    monkeypatch.setattr(type(PARTS.tokenizer), "all_special_ids", property(lambda self: [self.eos_token_id]))
+    out = transcriber(sound, return_language=True, **options)
+    assert out["text"] == expected["text"] != ""
+    assert out["chunks"] == [{**word, "language": "english"} for word in expected["chunks"]]
+
+
+def test_a_call_that_is_stopped() -> None:
+    """What was heard until then is there, and says that it is not the whole; other recordings are not begun."""
+    transcriber, sound = Transcriber(target(), processor=PARTS), speech(3.3)
+    whole = transcriber(sound, return_timestamps=True, **EN)
+    [out] = transcriber([sound, sound], return_timestamps=True, stop_when=lambda: True, **EN)
+    stops = iter([False, True, True])
+    assert [*transcriber(iter([sound, sound]), return_timestamps=True, stop_when=stops.__next__, **EN)] == [out]
+    assert (out.stopped, whole.stopped) == (True, False)
+    assert 0 < len(out["chunks"]) < len(whole["chunks"])
+    assert whole["text"].startswith(out["text"])
 
 
 def test_words_need_heads() -> None:

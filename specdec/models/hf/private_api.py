@@ -8,7 +8,7 @@ positions in `positions`, accelerate's hooks in `device_hooks`, bitsandbytes' la
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import copy
 from functools import partial
 from typing import Any
@@ -122,9 +122,28 @@ def cached(name: str, file: str, revision: str | None) -> str:
     return path
 
 
+class _WithSpecialIds:
+    """A tokenizer whose special tokens include `ids`, which the files of some checkpoints do not mark as special."""
+
+    def __init__(self, tokenizer: Any, ids: Collection[int]) -> None:
+        self._tokenizer, self.all_special_ids = tokenizer, [*tokenizer.all_special_ids, *ids]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+
 def transcript(
-    tokenizer: Any, outputs: Sequence[Mapping[str, Any]], *, timestamps: Any, language: Any, seconds: float
+    tokenizer: Any,
+    outputs: Sequence[Mapping[str, Any]],
+    *,
+    timestamps: Any,
+    language: Any,
+    languages: Collection[int],
+    seconds: float,
 ) -> tuple[str, dict[str, Any]]:
-    """Text and chunks of a Whisper tokenizer's overlapping outputs, merged as the library's pipeline does."""
+    """Text and chunks of a Whisper tokenizer's overlapping outputs, merged as the library's pipeline does.
+
+    `languages`: the tokens that name one.
+    """
     how = {"return_timestamps": timestamps, "return_language": language, "time_precision": seconds}
-    return tokenizer._decode_asr(outputs, **how)
+    return type(tokenizer)._decode_asr(_WithSpecialIds(tokenizer, languages), outputs, **how)

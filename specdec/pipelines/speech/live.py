@@ -152,6 +152,7 @@ class Live(Generic[T]):
             features=leveled(power.clone(), max(self._loudest, float(power.max()))),
             first=self._track.seek,
             sound_frames=min(-(-self._taken // self._hop), self._frames),
+            seconds=self._taken / self.rate,
             timestamps=bool(self._listener.settings.return_timestamps) or self._taken > self._least,
             segments=[*self._track.segments],
             finish_reasons=[*self._track.finish_reasons],

@@ -6,6 +6,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -63,8 +64,8 @@ def read_chunking(length: Any, stride: Any, extractor: Any) -> Chunking | None:
 class Recording:
     """One recording of a call: its name, `duration` in seconds, other fields of the input, and its tracks in order.
 
-    `strides`, in seconds per track: its length, and its overlap with the tracks before and after. `failed`: it could
-    not be read.
+    `strides`, in seconds per track: its length, and its overlap with the tracks before and after. `parts`: how many
+    tracks it has in all. `failed`: it could not be read.
     """
 
     name: str = "the input"
@@ -72,7 +73,13 @@ class Recording:
     extra: Mapping[str, Any] = field(default_factory=dict)
     tracks: list[Track] = field(default_factory=list)
     strides: list[tuple[float, float, float]] | None = None
+    parts: int = 0
     failed: bool = False
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of it is decoded."""
+        return len(self.tracks) >= self.parts and all(track.done for track in self.tracks)
 
     def read(
         self, source: Any, extractor: Any, chunking: Chunking | None, number: int, timestamps: bool
@@ -87,21 +94,23 @@ class Recording:
         if not len(samples):
             return
         if chunking is not None:
-            self.strides, before = [], None
-            for begin, end, left, right in chunking.cut(len(samples)):
+            self.strides, before, cuts = [], None, [*chunking.cut(len(samples))]
+            self.parts = len(cuts)
+            for begin, end, left, right in cuts:
                 self.strides.append(((end - begin) / audio.rate, left / audio.rate, right / audio.rate))
                 features, frames = log_mel(samples[begin:end], extractor), -(-(end - begin) // hop)
                 again = chunking.left + chunking.right if begin else 0  # samples that the chunk before has too
                 pace = FRAME_SECONDS * (end - begin - again) / (end - begin)
-                track = Track(number, features, frames, timestamps, pace, before=before)
+                track = Track(number, features, frames, timestamps, pace, before=before, seconds=self.strides[-1][0])
                 track.shared_from = 1 - again / chunking.length
                 number, before = number + 1, track
                 yield track
         else:
             features, length = log_mel(samples, extractor), len(samples)
+            self.parts = 1
             del audio, samples  # an hour of them is a quarter of a gigabyte
-            frames = features.shape[1]
-            yield Track(number, features, min(-(-length // hop), frames), timestamps or length > extractor.n_samples)
+            frames, timestamps = min(-(-length // hop), features.shape[1]), timestamps or length > extractor.n_samples
+            yield Track(number, features, frames, timestamps, seconds=self.duration)
 
     def text(
         self, whisper: Whisper, *, timestamps: bool | str | None, language: bool, seconds: float
@@ -116,20 +125,37 @@ class Recording:
         elif self.tracks:
             pieces = [self._piece(i, whisper, timestamps, language) for i in range(len(self.tracks))]
             how: dict[str, Any] = {"timestamps": timestamps, "language": language, "seconds": seconds}
-            text, merged = transcript(whisper.tokenizer, pieces, **how)
+            text, merged = transcript(whisper.tokenizer, pieces, languages=whisper.languages, **how)
             chunks = merged.get("chunks", [])
+        for chunk in chunks:
+            if timestamps:
+                chunk["timestamp"] = tuple(t if t is None else min(t, self.duration) for t in chunk["timestamp"])
+            if language:
+                chunk["language"] = chunk["language"] or whisper.language(())
         shown = {"chunks": chunks} if timestamps or language else {}
         return {"text": text, **shown, **{name: [value] for name, value in self.extra.items()}}
 
     def cues(self, whisper: Whisper, words: Chunks) -> Chunks:
-        """The words of each segment, or of each sentence where chunks overlap, as one chunk with its `words`."""
+        """The words of each segment, or of each sentence where chunks overlap, as one chunk with its `words`.
+
+        A pause counts with the word beside it: the first and the last word of a cue have at most twice the median
+        length, which counts as 0.4 to 0.7 seconds (as openai-whisper's `add_word_timestamps` bounds it, from above).
+        """
         texts = sentences("".join(word["text"] for word in words))
         if self.strides is None:
             texts = [whisper.decode(segment.tokens) for track in self.tracks for segment in track.segments]
         ends, cues, length = list(accumulate(map(len, texts))), dict[int, Chunks](), 0
         for word in words:
-            cues.setdefault(bisect_right(ends, length), []).append(word)
+            letter = length + len(word["text"]) - len(word["text"].lstrip())  # the space may end a sentence
+            cues.setdefault(bisect_right(ends, letter), []).append({**word})
             length += len(word["text"])
+        lengths = [end - start for start, end in (word["timestamp"] for word in words) if end > start]
+        longest = 2 * min(max(median(lengths or [0.0]), 0.4), 0.7)
+        for cue in cues.values():
+            start, end = cue[0]["timestamp"]
+            cue[0]["timestamp"] = (max(start, round(end - longest, 2)), end)
+            start, end = cue[-1]["timestamp"]
+            cue[-1]["timestamp"] = (start, min(end, round(start + longest, 2)))
         return [
             {
                 "timestamp": (cue[0]["timestamp"][0], cue[-1]["timestamp"][1]),
@@ -151,11 +177,9 @@ class Recording:
             return text, [{**named(track.segments[0].opening), "text": text}] if text else []
         chunks = []
         for segment in track.segments:
-            start, end = segment.start, segment.end
-            if not segment.tokens or segment.tokens[-1] < whisper.timestamp_begin:  # the end of the window
-                end = max(min(end, self.duration), start)
             if text := whisper.decode(segment.tokens):
-                chunks.append({**named(segment.opening), "timestamp": (round(start, 2), round(end, 2)), "text": text})
+                times = (round(segment.start, 2), round(segment.end, 2))
+                chunks.append({**named(segment.opening), "timestamp": times, "text": text})
         return "".join(chunk["text"] for chunk in chunks), chunks
 
     def _piece(self, i: int, whisper: Whisper, timestamps: bool | str | None, language: bool) -> dict[str, Any]:
@@ -164,7 +188,7 @@ class Recording:
         for segment in self.tracks[i].segments:
             if language and (named := whisper.language_token(segment.opening)) != spoken:
                 spoken = named
-                tokens, times = tokens + named, times + [0.0] * len(named)
+                tokens, times = tokens + named, times + (times[-1:] or [0.0]) * len(named)
             tokens, times = tokens + segment.tokens, times + (segment.token_times or [])
         piece: dict[str, Any] = {"tokens": np.array([tokens])}
         if self.strides is not None:

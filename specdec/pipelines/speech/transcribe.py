@@ -32,6 +32,7 @@ from specdec.pipelines.speech.windows import Listener, Segment, Track, options_a
 
 Progress = Callable[[float, float], None]
 OnError = Callable[[Any, SpecdecError], None]
+Stop = Callable[[], bool]
 _CALL = ("chunk_length_s", "stride_length_s", "batch_size", "return_language", "generate_kwargs")
 _WORDLESS = 10.0  # seconds of sound; a longer recording without a word is a warning
 _IGNORED = ("ignore_warning", "decoder_kwargs")  # of transformers' pipeline, about models of another kind
@@ -43,8 +44,8 @@ class Transcription(dict[str, Any]):
     Attributes: `cues`, the chunks as subtitles show them: segments, with `words` in them where words have times;
     `segments` of each track (the recording, or each of its chunks) with their tokens; `finish_reasons`: why the text of
     each window with speech ended; `language`, the first one, or None where the prompt has none; `duration` of the
-    recording in seconds; `stats` of the whole call; `seconds`: the call's time, divided among its recordings by
-    duration.
+    recording in seconds; `stopped`: `stop_when` ended the call before it; `stats` of the whole call; `seconds`: the
+    call's time, divided among its recordings by duration.
     """
 
     cues: list[dict[str, Any]]
@@ -52,6 +53,7 @@ class Transcription(dict[str, Any]):
     finish_reasons: list[str]
     language: str | None
     duration: float
+    stopped: bool
     seconds: float
     stats: Stats
 
@@ -77,6 +79,7 @@ class _Request:
     options: dict[str, Any]
     progress: Progress | None
     on_error: OnError | None
+    stop_when: Stop
 
 
 class Transcriber:
@@ -133,7 +136,13 @@ class Transcriber:
         return f"Transcriber({self.generator.target!r}, draft={self.generator.draft!r})"
 
     def __call__(
-        self, inputs: Any, *, progress: Progress | None = None, on_error: OnError | None = None, **options: Any
+        self,
+        inputs: Any,
+        *,
+        progress: Progress | None = None,
+        on_error: OnError | None = None,
+        stop_when: Stop = lambda: False,
+        **options: Any,
     ) -> Any:
         """The `Transcription` of one recording, a list for a list, an iterator for an iterator.
 
@@ -143,12 +152,13 @@ class Transcriber:
         a sixth); `batch_size` windows or chunks at a time. `return_timestamps`: True for segments, "word" for words;
         `return_language` adds the language to chunks. `generate_kwargs`, whose items may also be passed as arguments:
         the fields of `SpeechSettings` and the options of `SpecGenerator.generate`. `progress(done, whole)` is called
-        with seconds of sound.
+        with seconds of sound. Once `stop_when()`, which is called after each round of windows, is true, the results are
+        what was heard so far, without recordings that were not begun.
 
         Raises OptionError for wrong options before decoding, and for an unreadable recording when it is reached; with
         `on_error(input, error)` its result is None instead, and the others are transcribed.
         """
-        request = self._request(options, progress, on_error)
+        request = self._request(options, progress, on_error, stop_when)
         if isinstance(inputs, list | tuple):
             return self._transcribe(inputs, request)
         if isinstance(inputs, Iterator) and not hasattr(inputs, "read"):
@@ -228,7 +238,11 @@ class Transcriber:
                 raise OptionError.of("draft", f"a model that reads {reads}, as the target does", size)
 
     def _request(
-        self, arguments: Mapping[str, Any], progress: Progress | None = None, on_error: OnError | None = None
+        self,
+        arguments: Mapping[str, Any],
+        progress: Progress | None = None,
+        on_error: OnError | None = None,
+        stop_when: Stop = lambda: False,
     ) -> _Request:
         """A call's options over the defaults, checked."""
         options = {**_flat(self._defaults), **_flat(arguments)}
@@ -253,11 +267,11 @@ class Transcriber:
         for temperature in settings.temperatures:
             self.generator.options(**options_at(temperature, options, settings))
         language = bool(call.get("return_language"))
-        return _Request(settings, chunking, batch_size, language, options, progress, on_error)
+        return _Request(settings, chunking, batch_size, language, options, progress, on_error, stop_when)
 
     def _stream(self, inputs: Iterator[Any], request: _Request) -> Iterator[Transcription | None]:
         first = 0
-        while batch := list(islice(inputs, request.batch_size)):
+        while not request.stop_when() and (batch := list(islice(inputs, request.batch_size))):
             recordings = list[Recording]()
             yield from self._transcribe(batch, request, recordings, first)
             first += sum(len(recording.tracks) for recording in recordings)
@@ -307,7 +321,10 @@ class Transcriber:
                     request.on_error(source, error)
 
         listener = Listener(self.generator, self._whisper, request.settings, request.options, report)
-        yield from listener.listen(tracks(), request.batch_size)
+        for _ in listener.listen(tracks(), request.batch_size):
+            yield
+            if request.stop_when():
+                break
         seconds, stats = clock() - began, total(listener.stats)
         whole = sum(recording.duration for recording in recordings) or 1.0
         results += [None if recording.failed else self._finished(recording, request) for recording in recordings]
@@ -315,9 +332,10 @@ class Transcriber:
             transcription.seconds, transcription.stats = seconds * transcription.duration / whole, stats
 
     def _finished(self, recording: Recording, request: _Request) -> Transcription:
-        """The result of a recording that was decoded to its end; warns where a long one has no words."""
+        """The result of a recording, as far as it is decoded; warns where a long one has no words."""
         result = Transcription(self._text(recording, request))
-        if recording.duration >= _WORDLESS and not result["text"].strip():
+        result.stopped = not recording.is_whole
+        if recording.duration >= _WORDLESS and not (result.stopped or result["text"].strip()):
             warnings.warn(
                 f"{recording.name} is {recording.duration:.0f} s of sound, and not a word was heard in it: if it has "
                 "speech, pass `language=`, or a larger model",

@@ -62,8 +62,9 @@ class Whisper:
         """Raises OptionError for options that the checkpoint cannot serve."""
         multilingual = self.setting("is_multilingual") if multilingual is None else multilingual
         if multilingual is False:
-            if language not in (None, "en", "english") or task not in (None, "transcribe"):
-                raise OptionError("`language` and `task` do not apply to an English-only model: leave them out")
+            for name, value, only in (("language", language, ("en", "english")), ("task", task, ("transcribe",))):
+                if value is not None and value not in only:
+                    raise OptionError(f"`{name}` {value!r} does not apply to an English-only model: leave it out")
             language = task = None
         if task is not None and task not in TASK_IDS:
             raise OptionError.of("task", " or ".join(sorted(TASK_IDS)), task)
@@ -90,16 +91,21 @@ class Whisper:
             raise OptionError.of("language", f"one that the model knows ({choices})", language)
         return ids[token]
 
+    @property
+    def languages(self) -> dict[int, str]:
+        """The English names of the languages by their tokens."""
+        codes = {token: name[2:-2] for name, token in (self.setting("lang_to_id") or {}).items()}
+        return {token: LANGUAGES.get(code, code) for token, code in codes.items()}
+
     def language_token(self, prompt: Sequence[int]) -> list[int]:
         """The language token of a prompt, as a list of at most one."""
-        ids = set((self.setting("lang_to_id") or {}).values())
-        return [token for token in prompt if token in ids][:1]
+        languages = self.languages
+        return [token for token in prompt if token in languages][:1]
 
     def language(self, prompt: Sequence[int]) -> str | None:
-        """The English name of a prompt's language; None without a language token."""
-        names = {token: name[2:-2] for name, token in (self.setting("lang_to_id") or {}).items()}
-        code = next((names[token] for token in self.language_token(prompt)), None)
-        return None if code is None else LANGUAGES.get(code, code)
+        """The English name of a prompt's language; None without a language token, but for English-only models."""
+        only = "english" if self.setting("is_multilingual") is False else None
+        return next((self.languages[token] for token in self.language_token(prompt)), only)
 
     def prompt(self, encoding: Encoding, *, language: str | None, task: str | None, timestamps: bool) -> list[int]:
         """The decoder's prompt of a row: start, language, task, and a token where it has no `timestamps`.
@@ -177,8 +183,7 @@ class Whisper:
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of tokens, without timestamps and special tokens."""
-        special = {*self.tokenizer.all_special_ids}
-        text: str = self.tokenizer.decode([t for t in tokens if t < self.timestamp_begin and t not in special])
+        text: str = self.tokenizer.decode([token for token in tokens if token < self.end])
         return text
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby, islice
+from math import inf
 from typing import Any
 
 import torch
@@ -95,7 +96,8 @@ class Track:
     overlap. `seek`: the frame at which the next window begins. `opening`: the prompt's tokens of language and task.
     `trusted`: the last text may be context for the next window. `finish_reasons`: of its windows with speech. `ahead`:
     tokens after the last window's last timestamp, whose sound the next window has again. `before`: the track that has
-    the same sound as this one, from its fraction `shared_from` on. `latest`: the last window's tokens.
+    the same sound as this one, from its fraction `shared_from` on. `latest`: the last window's tokens. `seconds` of
+    sound, at whose end no segment goes on.
     """
 
     number: int
@@ -113,6 +115,7 @@ class Track:
     shared_from: float = 0.0
     first: int = 0
     latest: list[int] = field(default_factory=list)
+    seconds: float = inf
 
     def __post_init__(self) -> None:
         self.frames = self.first + int(self.features.shape[1])
@@ -311,7 +314,9 @@ class Listener:
         segments, covered = window_segments(
             tokens, begin=whisper.timestamp_begin, offset=offset, frames=frames, stride=whisper.stride, times=times
         )
-        track.segments += [replace(segment, opening=track.opening) for segment in segments]
+        for segment in segments:
+            start, end = (min(time, track.seconds) for time in (segment.start, segment.end))
+            track.segments.append(replace(segment, start=start, end=end, opening=track.opening))
         track.seek += covered if covered > 0 else frames
         rest = tokens[sum(len(segment.tokens) for segment in segments) :]
         begin, steps = whisper.timestamp_begin, covered // whisper.stride  # by which timestamps are earlier there
