@@ -244,20 +244,21 @@ class Bar(progress.Progress):
 
 class Interrupt:
     """Ctrl-C within the context as a stopping criterion: the call ends with its next token; a second Ctrl-C raises
-    KeyboardInterrupt.
+    KeyboardInterrupt. `signals` are other signals that count as Ctrl-C, and `notice` is a line for the first of them.
     """
 
     reason = "interrupted"
 
-    def __init__(self) -> None:
-        self.is_set = False
+    def __init__(self, *signals: int, notice: str = "") -> None:
+        self.is_set, self._signals, self._notice = False, (signal.SIGINT, *signals), notice
 
     def __enter__(self) -> Interrupt:
-        self._before = signal.signal(signal.SIGINT, self.set)
+        self._before = [(number, signal.signal(number, self.set)) for number in self._signals]
         return self
 
     def __exit__(self, *_: object) -> None:
-        signal.signal(signal.SIGINT, self._before)
+        for number, handler in self._before:
+            signal.signal(number, handler)
 
     def __call__(self, input_ids: Any, scores: Any, **_: Any) -> bool:
         return self.is_set
@@ -266,3 +267,5 @@ class Interrupt:
         if self.is_set:
             raise KeyboardInterrupt
         self.is_set = True
+        if self._notice:
+            say(self._notice)

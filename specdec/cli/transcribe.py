@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
+from signal import SIGTERM
 from time import perf_counter as clock
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -26,7 +28,7 @@ from specdec.cli.request import (
     refuse_idle,
 )
 from specdec.cli.show import print_text, show_stats
-from specdec.cli.terminal import FAILED, OK, Bar, is_quiet, libraries_silenced, loading, remark, say
+from specdec.cli.terminal import FAILED, OK, Bar, Interrupt, is_quiet, libraries_silenced, loading, remark, say
 from specdec.errors import OptionError, SpecdecError
 from specdec.options import bundled_models
 from specdec.options.bundled_models import locate
@@ -37,7 +39,8 @@ if TYPE_CHECKING:
 
 SOUNDS = ("wav", "flac", "mp3", "ogg")
 ZOO = "zoo:speech"
-LINES = ("max_line_width", "max_words_per_line")
+LINES = ("max_line_width", "max_words_per_line", "max_line_count")
+SHORT = re.compile(r"(tiny|base|small|medium)(\.en)?|large(-v[123])?|large-v3-turbo")  # openai-whisper's names
 Format = Literal["text", "json", "srt", "vtt"]
 SPEECH_FLAGS = {**FLAGS, "chunk_length": "chunk_length_s"}
 
@@ -60,7 +63,8 @@ def transcribe(
     format: Format = Option("text", help="Output format; json is one object per file and line."),
     words: bool = Option(False, "--words", help="Timestamps of words; in vtt they stand within the segments' cues."),
     max_line_width: int | None = flags.flag("Characters in a line of srt and vtt.", min=1),
-    max_words_per_line: int | None = flags.flag("Words in a cue of srt and vtt; times each word.", min=1),
+    max_words_per_line: int | None = flags.flag("Words in a cue of srt and vtt, whose times are its words'.", min=1),
+    max_line_count: int | None = flags.flag("Lines of --max-line-width in a cue; more are several cues.", min=1),
     chunk_length: float | None = flags.flag(
         "Decode overlapping chunks of this length instead of window after window.", metavar="SECONDS"
     ),
@@ -89,6 +93,8 @@ def transcribe(
     check_output(recordings, format, output_dir)
     if format not in ("srt", "vtt"):
         refuse_idle(ctx.params, LINES, "is for subtitles: pass --format srt or vtt")
+    if max_line_width is None:
+        refuse_idle(ctx.params, ("max_line_count",), "counts lines of a width: pass --max-line-width")
     request = read_speech(ctx.params)
     if output_dir is not None:
         try:
@@ -102,7 +108,10 @@ def transcribe(
     with loading(f"loading {name}", downloads=not are_here(request.target, request.draft)):
         from specdec.pipelines import Transcriber
 
-        transcriber = Transcriber.from_pretrained(request.target, request.draft, **request.loading)
+        try:
+            transcriber = Transcriber.from_pretrained(request.target, request.draft, **request.loading)
+        except SpecdecError as error:
+            raise type(error)(str(error).replace("`target`", "--model")) from error
     loaded = clock()
     if source is not None:
         out, fault = live.transcribe_live(transcriber, request.options, ctx.params)
@@ -113,10 +122,15 @@ def transcribe(
             raise fault
         return OK
     are_read: list[bool] = []
+    notice = "stopping after these windows; once more stops at once, without a text"
     try:
-        with libraries_silenced():
-            for is_read in transcribe_all(transcriber, recordings, request.options, ctx.params):
+        with libraries_silenced(), Interrupt(SIGTERM, notice=notice) as interrupt:
+            for is_read in transcribe_all(
+                transcriber, recordings, request.options, ctx.params, lambda: interrupt.is_set
+            ):
                 are_read.append(is_read)
+            if len(are_read) < len(recordings):
+                raise KeyboardInterrupt
     except KeyboardInterrupt:
         way = "leave these files out to resume (or pass --output-dir and --resume)"
         if output_dir is not None:
@@ -128,29 +142,41 @@ def transcribe(
 
 
 def transcribe_all(
-    transcriber: Transcriber, recordings: Sequence[str], options: Mapping[str, Any], params: Mapping[str, Any]
+    transcriber: Transcriber,
+    recordings: Sequence[str],
+    options: Mapping[str, Any],
+    params: Mapping[str, Any],
+    stop: Callable[[], bool],
 ) -> Iterator[bool]:
-    """Transcribes and shows the recordings in batches, and yields for each whether it could be read."""
+    """Transcribes and shows the recordings in batches, and yields for each that is done whether it could be read.
+
+    Once `stop()` is true, what was heard is shown, too.
+    """
     batch_size = params["batch_size"]
 
     def progress(done: float, known: float) -> None:
-        bar(done, known, f"{part}, {done:.0f} of {known:.0f} s of sound")
+        bar(done, known, f"{done:.0f} of {known:.0f} s of {part}")
 
     inputs = iter([sys.stdin.buffer if name == STDIN else name for name in recordings])
-    results = transcriber(inputs, batch_size=batch_size, progress=progress, on_error=unreadable, **options)
+    how: dict[str, Any] = {"batch_size": batch_size, "progress": progress, "on_error": unreadable, "stop_when": stop}
+    results = transcriber(inputs, **how, **options)
     for first in range(0, len(recordings), batch_size):
         batch = recordings[first : first + batch_size]
-        part, bar = f"{first + len(batch)}/{len(recordings)}", Bar(grows=True)
+        last = first + len(batch)
+        numbers = f"recordings {first + 1} to {last}" if len(batch) > 1 else f"recording {last}"
+        part, bar = f"{numbers} of {len(recordings)}", Bar(grows=True)
         with bar:
             outs = list(islice(results, len(batch)))
-        heard = [(name, out) for name, out in zip(batch, outs, strict=True) if out is not None]
+        heard = [(name, out) for name, out in zip(batch, outs, strict=False) if out is not None]
         for name, out in heard:
             show(name, out, params, headed=len(recordings) > 1)
-        yield from (out is not None for out in outs)
+            if out.stopped:
+                say(f"of {name} what was heard until now is written")
+        yield from (out is not None for out in outs if out is None or not out.stopped)
         if heard and len(recordings) > 1 and (params["stats"] or not is_quiet()):
             say(", ".join(name for name, _ in heard), "dim")
-        if heard:
-            tell([out for _, out in heard], params)
+        if whole := [out for _, out in heard if not out.stopped]:
+            tell(whole, params)
 
 
 def tell(heard: Sequence[Transcription], params: Mapping[str, Any]) -> None:
@@ -160,7 +186,7 @@ def tell(heard: Sequence[Transcription], params: Mapping[str, Any]) -> None:
         show_stats(stats)
     duration, seconds = sum(out.duration for out in heard), sum(out.seconds for out in heard)
     length = f", mean acceptance length {stats.mean_acceptance_length:.2f}" if stats.num_spec_steps else ""
-    rate = f"{seconds / duration:.3f} s per second" if duration else "no sound"
+    rate = f"{duration / seconds:.1f} times real time" if duration else "no sound"
     advice = f"; {stats.draft_advice}" if stats.draft_advice else ""
     remark(f"{duration:.1f} s of sound in {seconds:.1f} s ({rate}){length}{advice}")
 
@@ -213,6 +239,9 @@ def read_speech(params: Mapping[str, Any]) -> CommandRequest:
     draft = params["draft"]
     if draft is None:
         draft = model if model.startswith("zoo:") else "none"
+    for flag, name in (("--model", model), ("--draft", draft)):
+        if SHORT.fullmatch(name) and not Path(name).is_dir():
+            raise OptionError(f"{flag} {name}: there is no such folder; for the hub's model pass openai/whisper-{name}")
     target = locate(model, "target", "--model")
     read_draft(draft, "--draft")
     same = ("num_draft_tokens", "schedule", "max_new_tokens", "seed", "language", "task", "chunk_length")
@@ -229,13 +258,16 @@ def read_speech(params: Mapping[str, Any]) -> CommandRequest:
 
 
 def show(name: str, out: Transcription, params: Mapping[str, Any], *, headed: bool) -> None:
-    """Writes one recording's text to the folder, or prints it."""
+    """Writes one recording's text to the folder, or prints it; a text that was stopped gets a name with `.part`."""
     content = rendered(name, out, params)
     if params["output_dir"] is None:
         return print_text(content, name if headed and params["format"] == "text" else None)
     path = output_file(name, params["format"], params["output_dir"])
+    part = path.with_suffix(f".part{path.suffix}")
     try:
-        path.write_text(f"{content}\n", encoding="utf-8")
+        (part if out.stopped else path).write_text(f"{content}\n", encoding="utf-8")
+        if not out.stopped:
+            part.unlink(missing_ok=True)
     except OSError as error:
         raise SpecdecError(f"{path} cannot be written ({error.strerror}): make room there") from None
 
@@ -253,4 +285,5 @@ def rendered(name: str, out: Transcription, params: Mapping[str, Any]) -> str:
     facts = {"file": name, "text": out["text"], "chunks": out["chunks"], "language": out.language}
     facts |= {"finish_reasons": out.finish_reasons, "duration": round(out.duration, 3)}
     facts |= {"seconds": round(out.seconds, 3), "real_time_factor": round(out.real_time_factor, 4)}
+    facts |= {"stopped": True} if out.stopped else {}
     return json.dumps(facts, ensure_ascii=False)

@@ -2,6 +2,7 @@
 
 import io
 import json
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import soundfile
 from specdec import Transcriber
 from specdec.cli.commands import run_command
 from specdec.options import bundled_models
+from specdec.pipelines.speech.windows import Listener
 from tests.folders import saved_model
 from tests.speech import RATE, processor, speech, whisper
 
@@ -56,6 +58,7 @@ def test_text(folder: Path, typed: Any) -> None:
         code, out, err = typed("short.wav", draft=draft)
         assert (code, out) == (0, text + "\n")
         assert "0.8 s of sound" in err
+        assert " times real time)" in err
         assert err.endswith(" s of them to load")  # nothing told this time
         assert ("mean acceptance length" in err) == draft
     code, out, err = typed("short.wav", "long.wav", "--batch-size", "2", "--quiet")
@@ -120,11 +123,18 @@ def test_demo(called: Any) -> None:
 
 
 def test_recordings_need_a_speech_model(folder: Path, tmp_path: Path, called: Any) -> None:
-    """(The package's own, of 299 words, answered nonsense; a text model was asked for its `processor=`.)"""
+    """(The package's own, of 299 words, answered nonsense; a text model was asked for its `processor=`.)
+
+    Errors name the flag, and openai-whisper's names of models. (They named `target`, after a search on the hub.)
+    """
     text = ["--demo", "--model", saved_model(tmp_path / "llama")]
+    way = "there is no such folder; for the hub's model pass openai/whisper"
     for arguments, words in (
         ([str(folder / "short.wav")], "no model was named: pass --model, for example --model openai/whisper-base"),
-        (text, "must be a Whisper model"),
+        (text, "--model must be a Whisper model"),
+        (["--demo", "--model", "large-v3"], f"--model large-v3: {way}-large-v3"),
+        (["--demo", "--draft", "tiny.en"], f"--draft tiny.en: {way}-tiny.en"),
+        (["--demo", "--model", "./nowhere"], "--model must be a hub id"),
         (text, "is of the kind 'llama'"),
     ):
         out, err = called("transcribe", *arguments, code=2)
@@ -189,12 +199,52 @@ def test_lines_of_decoder_libraries_stay_off_the_screen(
     assert not [line for line in err.splitlines() if "Header" in line or "Xing" in line]
 
 
+@pytest.mark.parametrize("kind", ["srt", "json"])
+def test_what_was_heard_stays(
+    kind: str, folder: Path, tmp_path: Path, typed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGTERM in the first window of a long file leaves that window's text. (All of it was lost.)"""
+    listen = Listener._round
+
+    def stopped(*arguments: Any) -> None:
+        listen(*arguments)
+        signal.raise_signal(signal.SIGTERM)
+
+    flags = ["--format", kind, "--output-dir", tmp_path, "--resume"]
+    whole = len(expected(folder, "long.wav", return_timestamps=True)["chunks"])
+    with monkeypatch.context() as patch:
+        patch.setattr(Listener, "_round", stopped)
+        code, _, err = typed("short.wav", "long.wav", *flags)
+        assert code == 130
+        assert "stopping after these windows" in err
+        assert "1 of 2 recordings are done; run the same command with --resume to resume" in err
+        code, _, err = typed("long.wav", *flags)
+        assert (code, "long.wav what was heard until now is written" in err) == (130, True)
+    part = tmp_path / f"long.part.{kind}"
+    text = part.read_text("utf-8")
+    assert 0 < (text.count(" --> ") if kind == "srt" else len(json.loads(text)["chunks"])) < whole
+    assert ("stopped" in text) == (kind == "json")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [part.name, f"short.{kind}"]
+    assert typed("long.wav", *flags)[0] == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"long.{kind}", f"short.{kind}"]
+
+
+def test_progress_names_the_recording(typed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its seconds are of that recording. ("2/5, 44 of 44 s of sound" seemed to tell of all.)"""
+    monkeypatch.setattr("specdec.cli.terminal._SECONDS", -1.0)
+    err = typed("short.wav", "long.wav")[2]
+    assert ": 1 of 1 s of recording 1 of 2" in err
+    assert ": 3 of 3 s of recording 2 of 2" in err
+    assert " s of recordings 1 to 2 of 2" in typed("short.wav", "long.wav", "--batch-size", "2")[2]
+
+
 def test_what_goes_wrong_is_told(folder: Path, tmp_path: Path, typed: Any) -> None:
     """One red line, the file's name in it, and exit code 2."""
     short = "short.wav"
     for arguments, words in (
         ([], "--demo"),
         ([short, "--demo"], "--demo"),
+        ([short, "--max-line-count", "2", "--format", "srt"], "pass --max-line-width"),
         ([short, short, "--format", "srt"], "--output-dir"),
         ([short, short, "--output-dir", tmp_path], "twice"),
         ([short, "--output-dir", folder / "model" / "config.json"], "--output-dir"),
