@@ -46,8 +46,8 @@ class Metrics:
         self.per_position = counter("spec_decode_num_accepted_tokens_per_pos", by_position, "model", "position")
         self.audio_seconds = counter("audio_seconds", "Seconds of sound that were transcribed.", "model")
         since = "Seconds from a request's arrival to its"
-        self.first_token = timer("time_to_first_token_seconds", f"{since} first text.", "model")
-        between = "Seconds between tokens; the tokens of a pass share its time."
+        self.first_token = timer("time_to_first_token_seconds", f"{since} first text, of a stream.", "model")
+        between = "Seconds between tokens of a stream; the tokens of a pass share its time."
         self.between = timer("inter_token_latency_seconds", between, "model")
         self.whole = timer("e2e_request_latency_seconds", f"{since} last text.", "model")
         self.queued = timer("request_queue_time_seconds", f"{since} turn.", "model")

@@ -1,5 +1,6 @@
 """Completions and chats: the text is the library's own, in OpenAI's shapes, whatever the draft and the options."""
 
+import re
 from typing import Any
 
 import pytest
@@ -343,6 +344,8 @@ def test_choices_read_the_prompt_once(dtype: torch.dtype) -> None:
         metrics = c.get("/metrics").text
     assert counts == [0, usages[0]["prompt_tokens"] - 1]
     assert f'specdec_prompt_tokens_cached_total{{model="text"}} {sum(counts)}.0' in metrics
+    for name in ("time_to_first_token_seconds", "inter_token_latency_seconds"):  # whole answers do not count
+        assert re.search(f"HELP specdec_{name} .*of a stream", metrics)
 
 
 @pytest.mark.parametrize("kind", KINDS)
