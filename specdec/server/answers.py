@@ -13,6 +13,7 @@ from typing import Any
 from specdec.core.stats import Stats, total
 from specdec.generator.tokenizers import Spelling
 from specdec.server.calls import CallReader, whole_calls
+from specdec.server.messages import without_nulls
 from specdec.server.protocol import ChatRequest, Generate, StreamOptions
 from specdec.server.text import Started, TextDelta, TokenScore, cached_tokens
 from specdec.server.thinking import ThinkingForm, ThinkingReader
@@ -87,10 +88,16 @@ class Answer:
         body = {**self._head(whole=True), "choices": choices}
         return {**body, "usage": self.usage(), **self._metrics()}
 
-    def chunk(self, prompt: int, delta: TextDelta) -> dict[str, Any]:
-        """The chunk of a delta; the first of a choice in a chat names the role."""
+    def chunk(self, prompt: int, delta: TextDelta) -> dict[str, Any] | None:
+        """The chunk of a delta; the first of a choice in a chat names the role. None where it would say nothing."""
+        if not (delta.text or delta.finish or delta.scores):
+            return None
         index = prompt * self.request.n + delta.row
         choice = self._choice(index, [delta], "delta", {} if index in self._with_chunk else {"role": "assistant"})
+        if self.is_chat and index in self._with_chunk:
+            choice["delta"] = without_nulls(choice["delta"])
+            if not (choice["delta"] or delta.finish or delta.scores or delta.spans):
+                return None
         self._with_chunk.add(index)
         options = self._stream_options
         usage = {"usage": self.usage() if options.continuous_usage_stats else None} if options.include_usage else {}

@@ -148,14 +148,18 @@ class CallReader:
 
     def _call(self, pattern: _Pattern, head: re.Match[str]) -> Generator[None]:
         """Reads a call's arguments."""
-        call = {"index": self._calls, "id": secrets.token_hex(5)[:9], "type": "function"}  # Mistral's ids have 9
-        self._deltas.append({**call, "function": {"name": head["name"], "arguments": ""}})
-        self._calls, self.are_whole, length = self._calls + 1, False, 0
+        index = self._calls
+        delta: dict[str, Any] = {"index": index, "id": secrets.token_hex(5)[:9], "type": "function"}  # Mistral's have 9
+        delta["function"] = {"name": head["name"], "arguments": ""}
+        self._deltas.append(delta)
+        self._calls, self.are_whole, length = index + 1, False, 0
         while not self.are_whole:
             written, end = pattern.arguments(self._text, head.end(), head["name"])
             if length < len(written):
-                delta = {"index": call["index"], "function": {"arguments": written[length:]}}
-                self._deltas.append(delta)
+                if delta not in self._deltas:  # it came with an earlier piece of the answer
+                    delta = {"index": index, "function": {"arguments": ""}}
+                    self._deltas.append(delta)
+                delta["function"]["arguments"] += written[length:]
                 length = len(written)
             self._at, self.are_whole = len(self._text) if end is None else end, end is not None
             if self._last:

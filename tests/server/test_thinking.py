@@ -125,7 +125,7 @@ def test_thoughts_before_a_call(size: int) -> None:
     )
     pieces = [text[at : at + size] for at in range(0, len(text), size)]
     deltas = [TextDelta(0, piece, 1, "stop" if at == len(pieces) - 1 else None) for at, piece in enumerate(pieces)]
-    choices = [answer.chunk(0, delta)["choices"][0] for delta in deltas]
+    choices = [chunk["choices"][0] for delta in deltas if (chunk := answer.chunk(0, delta)) is not None]
     names = ("content", "reasoning_content")
     texts = {name: "".join(choice["delta"].get(name) or "" for choice in choices) for name in names}
     assert texts == {"content": "2 < 3", "reasoning_content": "Hm.So."}

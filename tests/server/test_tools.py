@@ -11,10 +11,12 @@ from specdec import SpecGenerator
 from specdec.batch.openai_files import OpenAITask
 from specdec.decoding.processors.grammar import Grammar
 from specdec.options.generate import Form
+from specdec.server.answers import Answer
+from specdec.server.calls import whole_calls
 from specdec.server.errors import ApiError
 from specdec.server.messages import Tool
 from specdec.server.protocol import ChatRequest
-from specdec.server.text import TextModel
+from specdec.server.text import Started, TextDelta, TextModel
 from specdec.server.tools import call_grammar, forms_of
 from tests.folders import WIDTH, byte_tokenizer
 from tests.server.served import app, asking, client
@@ -216,6 +218,26 @@ async def test_a_conversation_with_tools() -> None:
     read = [USER, {"role": "assistant", "content": "", "tool_calls": plain}, *results]
     text = model.tokenizer.apply_chat_template(read, tools=[WEATHER], add_generation_prompt=True, tokenize=False)
     assert again.usage.prompt_tokens == len(text)  # a byte is a token
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_deltas_of_calls(size: int) -> None:
+    """A delta has one entry for a call, and none is empty between the first and the last.
+
+    (A call's name and the beginning of its arguments were two entries, and text that may become a call was null.)
+    """
+    chat = ChatRequest.model_validate({"messages": [USER], "tools": [WEATHER, TIME], "stream": True})
+    answer, text = Answer(chat, "m", calls=forms_of(template(HERMES), "m")), CALLS[HERMES]
+    answer.take(0, Started(1))
+    pieces = [text[at : at + size] for at in range(0, len(text), size)]
+    deltas = [*(TextDelta(0, piece, 1) for piece in pieces), TextDelta(0, "", 1, "stop")]
+    choices = [chunk["choices"][0] for delta in deltas if (chunk := answer.chunk(0, delta)) is not None]
+    entries = [choice["delta"].get("tool_calls", []) for choice in choices]
+    assert all(len({call["index"] for call in calls}) == len(calls) for calls in entries)
+    assert all(choice["delta"] and None not in choice["delta"].values() for choice in choices[1:-1])
+    assert (choices[0]["delta"]["role"], choices[-1]["finish_reason"]) == ("assistant", "tool_calls")
+    functions = [call["function"] for call in whole_calls([call for calls in entries for call in calls])]
+    assert functions == [{"name": "weather", "arguments": '{"a": "}\\"{"}'}, {"name": "time", "arguments": "{}"}]
 
 
 def test_tools_that_nobody_may_call() -> None:

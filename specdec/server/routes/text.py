@@ -146,8 +146,8 @@ class TextRequest:
                         put(b"")
                     elif isinstance(update, Stats) or not self._body.stream:
                         pass
-                    elif update.text or update.finish or update.scores:
-                        put(self._answer.event(self._answer.chunk(at, update)))
+                    elif (chunk := self._answer.chunk(at, update)) is not None:
+                        put(self._answer.event(chunk))
                 update = next(updates, END)
 
 
