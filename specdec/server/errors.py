@@ -158,15 +158,16 @@ _WEIGHED = 100  # faults that are compared, of as many as the body has values
 def invalid(faults: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
     """A 400 about the most informative of pydantic's faults.
 
-    A field of a union type has a fault for each member: the deepest path wins, then a wrong value over a wrong type,
-    then the path with the most faults.
+    A field of a union type has a fault for each member: the deepest path wins, then a wrong `type`, which decides the
+    other fields, then a wrong value over a wrong type, then the path with the most faults.
     """
     faults = faults[:_WEIGHED]
     places = [place_of(fault, body) for fault in faults]
     times = Counter(places)
 
-    def weight(at: int) -> tuple[int, bool, int]:
-        return len(places[at]), faults[at]["type"] not in _TYPES, times[places[at]]
+    def weight(at: int) -> tuple[int, bool, bool, int]:
+        is_kind = faults[at]["type"] == "literal_error" and places[at][-1:] == ("type",)
+        return len(places[at]), is_kind, faults[at]["type"] not in _TYPES, times[places[at]]
 
     best = max(range(len(faults)), key=weight)
     path = ".".join(map(str, places[best]))[:_LONGEST]

@@ -5,19 +5,23 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from specdec.server.answers import Answer
 from specdec.server.errors import ApiError, FieldError
-from specdec.server.messages import Message, Name, Text, Tool
+from specdec.server.messages import Message, Name, Text, Tool, check_results
 from specdec.server.protocol import ChatRequest, Count
 
 _MOST, _CHARACTERS = 256, 2**24  # so many conversations are kept at most, with so many characters together
 _ECHOED = ("instructions", "max_output_tokens", "metadata", "previous_response_id", "store", "temperature", "top_p")
-_TEXT = {"message": "output_text", "reasoning": "reasoning_text"}  # an item -> the type of its part
 _NEW: dict[str, dict[str, Any]] = {"message": {"role": "assistant"}, "reasoning": {"summary": []}}
+_PARTS: dict[str, dict[str, Any]] = {
+    "message": {"type": "output_text", "annotations": []},
+    "reasoning": {"type": "reasoning_text"},
+}
+_IDS = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 
 
 def _message(item: Any) -> Any:
@@ -103,9 +107,13 @@ class ResponsesRequest(ChatRequest):
         return self
 
     def after(self, history: Sequence[Message]) -> ResponsesRequest:
-        """The request with its whole conversation as `messages`."""
+        """The request with its whole conversation as `messages`; raises a 400 for a result without its call."""
         first = [Message(role="system", content=self.instructions)] if self.instructions else []
-        return self.model_copy(update={"messages": [*first, *_joined([*history, *self.input])]})
+        try:
+            messages = check_results([*first, *_joined([*history, *self.input])])
+        except FieldError as error:
+            raise ApiError(400, f"`input`: {error}", param="input", code="invalid_value") from None
+        return self.model_copy(update={"messages": messages})
 
 
 def _joined(messages: Sequence[Message]) -> list[Message]:
@@ -124,41 +132,53 @@ def _joined(messages: Sequence[Message]) -> list[Message]:
     return joined
 
 
+class _Kept(NamedTuple):
+    messages: list[Message]  # up to the response
+    response: dict[str, Any]
+    characters: int
+
+
 class Conversations:
-    """Conversations of responses, the last of them, each for its client alone."""
+    """Responses and their conversations, the last of them, each for its client alone."""
 
     def __init__(self) -> None:
-        self._conversations = OrderedDict[tuple[str, str], list[Message]]()
+        self._kept = OrderedDict[tuple[str, str], _Kept]()
 
-    def keep(self, client: str, request: ResponsesRequest, id: str, answer: Sequence[Message]) -> None:
+    def keep(self, client: str, request: ResponsesRequest, response: dict[str, Any], answer: Sequence[Message]) -> None:
         """Keeps a request's conversation and its answer, unless the request says not to."""
         if not request.store:
             return
-        instructions = 1 if request.instructions else 0
-        self._conversations[client, id] = [*request.messages[instructions:], *answer]
-        while len(self._conversations) > _MOST or (len(self._conversations) > 1 and self._characters > _CHARACTERS):
-            self._conversations.popitem(last=False)
+        messages = [*request.messages[1 if request.instructions else 0 :], *answer]
+        characters = sum(message.characters + sum(map(len, message.pictures)) for message in messages)
+        self._kept[client, response["id"]] = _Kept(messages, response, characters + len(str(response)))
+        while len(self._kept) > _MOST or (len(self._kept) > 1 and self._characters > _CHARACTERS):
+            self._kept.popitem(last=False)
 
     def find(self, client: str, id: str | None) -> list[Message]:
         """The messages up to a response; none without an id. Raises a 404 for one that is not kept."""
         if id is None:
             return []
-        if (client, id) not in self._conversations:
+        if (client, id) not in self._kept:
             message = f"there is no response {id[:128]!r} here (the last {_MOST} are kept): pass its items in `input`"
             raise ApiError(404, message, param="previous_response_id", code="previous_response_not_found")
-        return self._conversations[client, id]
+        return self._kept[client, id].messages
+
+    def response(self, client: str, id: str, *, forget: bool = False) -> dict[str, Any]:
+        """A response, whose conversation goes with `forget`; raises a 404 for one that is not kept."""
+        if (client, id) not in self._kept:
+            raise ApiError(404, f"there is no response {id[:128]!r} here: the last {_MOST} are kept", code="not_found")
+        return (self._kept.pop((client, id)) if forget else self._kept[client, id]).response
 
     @property
     def _characters(self) -> int:
-        messages = [message for conversation in self._conversations.values() for message in conversation]
-        return sum(message.characters + sum(map(len, message.pictures)) for message in messages)
+        return sum(kept.characters for kept in self._kept.values())
 
 
 class ResponseAnswer(Answer):
-    """A chat's answer as a response; `done` receives its id and its messages."""
+    """A chat's answer as a response; `done` receives the response and its messages."""
 
     def __init__(
-        self, request: ResponsesRequest, model: str, *, done: Callable[[str, list[Message]], None], **how: Any
+        self, request: ResponsesRequest, model: str, *, done: Callable[[Any, list[Message]], None], **how: Any
     ) -> None:
         super().__init__(request, model, **how)
         self._body, self._done = request, done
@@ -202,9 +222,9 @@ class ResponseAnswer(Answer):
         for kind, name in (("reasoning", "reasoning_content"), ("message", "content")):
             if text := delta.get(name):
                 if not self._is_open or self._items[-1]["type"] != kind:
-                    yield from self._open(kind, **_NEW[kind], content=[{"type": _TEXT[kind], "text": ""}])
+                    yield from self._open(kind, **_NEW[kind], content=[{**_PARTS[kind], "text": ""}])
                 self._items[-1]["content"][0]["text"] += text
-                yield self._item_event(f"{_TEXT[kind]}.delta", delta=text)
+                yield self._item_event(f"{_PARTS[kind]['type']}.delta", delta=text)
         for call in delta.get("tool_calls", ()):
             function = call["function"]
             if "id" in call:
@@ -216,7 +236,7 @@ class ResponseAnswer(Answer):
     def _open(self, kind: str, **fields: Any) -> Iterator[dict[str, Any]]:
         """Begins an item."""
         yield from self._close()
-        id = f"{kind[:2]}_{self._id}_{len(self._items)}"
+        id = f"{_IDS[kind]}_{self._id}_{len(self._items)}"
         self._items.append({"id": id, "type": kind, "status": "in_progress", **fields})
         self._is_open = True
         item = self._items[-1]
@@ -274,9 +294,9 @@ class ResponseAnswer(Answer):
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": usage["prompt_tokens_details"],
             "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": usage["completion_tokens_details"]["reasoning_tokens"]},
+            "output_tokens_details": usage["completion_tokens_details"],
             "total_tokens": usage["total_tokens"],
         }
         with suppress(ValidationError):
-            self._done(response["id"], [Message.model_validate(_message(item)) for item in self._items])
+            self._done(response, [Message.model_validate(_message(item)) for item in self._items])
         return {**response, **self._metrics()}

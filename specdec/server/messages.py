@@ -245,3 +245,16 @@ class Message(Sent):
         plain |= without_nulls({"tool_call_id": self.tool_call_id, "tool_calls": calls})
         plain |= without_nulls({"reasoning_content": self.reasoning_content})
         return plain if self.name is None else {**plain, "name": self.name}
+
+
+def check_results(messages: list[Message]) -> list[Message]:
+    """The messages; raises FieldError for a result whose call no earlier message has."""
+    calls = set[str]()
+    for message in messages:
+        if message.tool_call_id is not None and message.tool_call_id not in calls:
+            raise FieldError(f"there is no call {message.tool_call_id!r} before its result: pass the call too")
+        calls |= {call.id for call in message.tool_calls or ()}
+    return messages
+
+
+Messages = Annotated[list[Message], Field(min_length=1, max_length=4096, fail_fast=True), AfterValidator(check_results)]

@@ -10,13 +10,13 @@ import logging
 from itertools import islice
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AliasChoices, BeforeValidator, Field, model_validator
 
 from specdec.core.draft_schedules import SCHEDULES
 from specdec.options.fields import SAMPLING
 from specdec.options.generate import Form
 from specdec.server.errors import FieldError
-from specdec.server.messages import Message, Name, Sent, Text, TextParts, Tool, Tools, content_text, without_nulls
+from specdec.server.messages import Messages, Name, Sent, Text, TextParts, Tool, Tools, content_text, without_nulls
 
 LOG = logging.getLogger("specdec.server")
 _FORMS = ("json", "regex", "grammar", "choice")
@@ -322,7 +322,7 @@ class InfillRequest(CompletionRequest):
 class ChatRequest(Generate):
     """Answers a conversation."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=4096, fail_fast=True)]
+    messages: Messages
     max_completion_tokens: Count | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -391,9 +391,9 @@ class TokenizeRequest(Sent):
     """Text or a conversation to tokenize."""
 
     model: Name | None = None
-    prompt: Text | None = None
-    messages: Annotated[list[Message], Field(min_length=1, max_length=4096, fail_fast=True)] | None = None
-    add_special_tokens: bool = True
+    prompt: Text | None = Field(default=None, validation_alias=AliasChoices("prompt", "content"))  # llama.cpp's
+    messages: Messages | None = None
+    add_special_tokens: bool = Field(default=True, validation_alias=AliasChoices("add_special_tokens", "add_special"))
     add_generation_prompt: bool = True
 
     @model_validator(mode="after")

@@ -41,6 +41,8 @@ async def test_a_text() -> None:
     assert [event.sequence_number for event in events] == [*range(1, len(events) + 1)]
     assert events[-1].response.output_text == whole.output_text
     assert events[2].item.content == []
+    [message], part = whole.output, events[3].part
+    assert (message.id[:4], message.content[0].annotations, part.annotations) == ("msg_", [], [])
 
 
 async def test_calls() -> None:
@@ -59,7 +61,7 @@ async def test_calls() -> None:
         again = await openai_client.responses.create(input=[result], previous_response_id=first.id, **short)
         items = [{"role": "user", "content": "x"}, *(item.model_dump() for item in first.output), result]
         same = await openai_client.responses.create(input=items, **short)
-    assert (call.type, call.name, first.status) == ("function_call", "weather", "completed")
+    assert (call.type, call.id[:3], call.name, first.status) == ("function_call", "fc_", "weather", "completed")
     assert {*json.loads(call.arguments)} == {"city", "days"}
     streamed = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
     assert "".join(streamed) == call.arguments == events[-1].response.output[0].arguments
@@ -87,7 +89,7 @@ def test_thoughts_are_items() -> None:
         stream = c.post(PATH, json={**body, "stream": True}).text
         again = c.post(PATH, json={**body, "previous_response_id": first["id"]}).json()
     thoughts, message = first["output"][:2]
-    assert (thoughts["type"], message["type"]) == ("reasoning", "message")
+    assert (thoughts["type"], thoughts["id"][:3], message["type"]) == ("reasoning", "rs_", "message")
     assert 4 <= first["usage"]["output_tokens_details"]["reasoning_tokens"] < 30
     assert "event: response.reasoning_text.delta\n" in stream
     assert again["usage"]["input_tokens"] > first["usage"]["input_tokens"] + 4
@@ -112,17 +114,61 @@ def test_conversations_go_on() -> None:
         assert refused.json()["error"]["code"] == "previous_response_not_found"
 
 
+async def test_responses_are_read_and_forgotten() -> None:
+    """By their client alone. (Both paths did not exist.)"""
+    async with client(app(model_of("suffix"), trusted_proxies=["127.0.0.1"])) as c:
+        responses = openai_of(c).responses
+        first = await responses.create(model="text", input="ab", **PLAIN)
+        assert (await responses.retrieve(first.id)) == first
+        foreign = await c.get(f"{PATH}/{first.id}", headers={"x-forwarded-for": "9.9.9.9"})
+        await responses.delete(first.id)
+        again = await c.delete(f"{PATH}/{first.id}")
+        lost = await c.post(PATH, json={"input": "cd", "previous_response_id": first.id, **PLAIN})
+    for refused in (foreign, again, lost):
+        assert (refused.status_code, first.id in refused.text) == (404, True)
+
+
+def test_results_need_their_calls() -> None:
+    """The call is an item before the result, or of the conversation that goes on. (Any result was taken.)"""
+    call = {"type": "function_call", "call_id": "call_1", "name": "weather", "arguments": "{}"}
+    result = {"type": "function_call_output", "call_id": "call_1", "output": "sunny"}
+    with asking(app(tool_model(HERMES))) as c:
+        first = c.post(PATH, json={"input": [call], "tools": FLAT, **PLAIN}).json()
+        bodies = [{"input": [call, result]}, {"input": [result], "previous_response_id": first["id"]}]
+        bodies += [
+            {"input": [result]},
+            {"input": [{**result, "call_id": "call_2"}], "previous_response_id": first["id"]},
+        ]
+        answers = [c.post(PATH, json={**body, "tools": FLAT, **PLAIN}) for body in bodies]
+    assert [answer.status_code for answer in answers] == [200, 200, 400, 400]
+    for answer, id in zip(answers[2:], ("call_1", "call_2"), strict=True):
+        error = answer.json()["error"]
+        assert (error["param"], f"no call '{id}' before its result" in error["message"]) == ("input", True)
+
+
+def test_predictions() -> None:
+    """Their tokens are counted. (They left no trace.)"""
+    body = {"input": "x", "temperature": 0, "max_output_tokens": 24, "logit_bias": {"70": 100}}
+    prediction = {"type": "content", "content": TOKENIZER.decode([70]) * 24}
+    with asking(app(model_of("none"))) as c:
+        plain, same = (c.post(PATH, json={**body, **more}).json() for more in ({}, {"prediction": prediction}))
+    assert same["output"][0]["content"] == plain["output"][0]["content"]
+    details = [answer["usage"]["output_tokens_details"] for answer in (plain, same)]
+    assert details[0]["accepted_prediction_tokens"] == 0
+    assert details[1]["accepted_prediction_tokens"] > 0
+
+
 def test_conversations_are_bounded() -> None:
     """The oldest goes, by number and by characters."""
     conversations = Conversations()
     small = ResponsesRequest.model_validate({"input": "a"}).after([])
     for number in range(300):
-        conversations.keep("me", small, str(number), [])
+        conversations.keep("me", small, {"id": str(number)}, [])
     assert len(conversations.find("me", "299")) == 1
     with pytest.raises(Exception, match="no response"):
         conversations.find("me", "9")
     large = ResponsesRequest.model_validate({"input": "a" * 2**24}).after([])
-    conversations.keep("me", large, "large", [])
+    conversations.keep("me", large, {"id": "large"}, [])
     assert conversations.find("me", "large")
     with pytest.raises(Exception, match="no response"):
         conversations.find("me", "299")
@@ -146,7 +192,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"input": [{"type": "function_call", "call_id": "a", "name": "f", "arguments": "["}]}, "input.0"),
     ({"input": "x", "messages": [{"role": "user", "content": "x"}]}, "messages"),
     ({"input": "x", "n": 2}, "n"),
-    ({"input": "x", "tools": [{"type": "web_search"}]}, "tools.0"),
+    ({"input": "x", "tools": [{"type": "web_search"}]}, "tools.0.type"),
     ({"input": "x", "background": True}, "background"),
     ({"input": "x", "max_output_tokens": 0}, "max_output_tokens"),
 ]

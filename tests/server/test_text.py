@@ -299,12 +299,13 @@ def test_scores_of_a_prompt(draft: str) -> None:
 def test_tokens() -> None:
     with asking(app()) as c:
         ids = c.post("/tokenize", json={"prompt": "héllo"}).json()
+        same = c.post("/tokenize", json={"content": "héllo", "add_special": True}).json()  # llama.cpp's (it was a 400)
         text = c.post("/detokenize", json={"tokens": ids["tokens"]}).json()
         chat = c.post("/tokenize", json={"messages": [{"role": "user", "content": "x"}]}).json()
         assert c.post("/detokenize", json={"tokens": [10_000]}).status_code == 400
         assert c.get("/version").json() == {"version": __version__}
-    assert ids["count"] == 6
-    assert text["prompt"] == "héllo"
+    assert (ids["count"], same) == (6, ids)
+    assert text["prompt"] == text["content"] == "héllo"
     assert decode(TOKENIZER, chat["tokens"]) == "<user>x|<assistant>"
 
 

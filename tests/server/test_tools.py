@@ -252,6 +252,7 @@ def test_tools_that_nobody_may_call() -> None:
 
 
 CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+RESULT = {"role": "tool", "tool_call_id": "a", "content": "x"}
 WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [{**TIME, "type": "x"}]}, "tools.0.type", "'function'"),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name", "letters"),
@@ -268,7 +269,14 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [TIME], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice", "none of"),
     ({"tool_choice": "required"}, "tool_choice", "`tool_choice` needs `tools`"),
     ({"tools": [TIME], "guided_regex": "a"}, "guided_regex", "`tools` too"),
+    ({"tools": [{"type": "web_search"}]}, "tools.0.type", "must be 'function'"),  # (`function` was missing)
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0", "`tool_call_id`"),
+    ({"messages": [USER, RESULT]}, "messages", "no call 'a'"),
+    (
+        {"messages": [RESULT, {"role": "assistant", "tool_calls": [CALL]}, RESULT]},
+        "messages",
+        "no call 'a' before its result",
+    ),
     ({"messages": [{"role": "user", "tool_calls": [CALL]}]}, "messages.0.tool_calls", "assistant"),
     (
         {"messages": [{"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "f", "arguments": "["}}]}]},

@@ -114,13 +114,14 @@ async def tokenize(request: Request, body: TokenizeRequest) -> dict[str, Any]:
 async def detokenize(request: Request, body: DetokenizeRequest) -> dict[str, str]:
     """The text of token ids."""
 
-    def text(model: TextModel) -> dict[str, str]:
+    def texts(model: TextModel) -> dict[str, str]:
         width = max(len(model.tokenizer), model.generator.target.vocab_size)
         if any(token >= width for token in body.tokens):
             raise ApiError(400, f"`tokens` must be below {width}, which the model knows", param="tokens")
-        return {"prompt": str(model.tokenizer.decode(body.tokens))}
+        text = str(model.tokenizer.decode(body.tokens))
+        return {"prompt": text, "content": text}  # vLLM's name, and llama.cpp's
 
-    return await _in_helper(request, body.model, text)
+    return await _in_helper(request, body.model, texts)
 
 
 @router.get("/openapi.json", include_in_schema=False)

@@ -78,6 +78,19 @@ async def responses(request: Request, body: ResponsesRequest) -> Response:
     return await chat_completions(request, whole)
 
 
+@router.get("/v1/responses/{id}")
+async def stored_response(request: Request, id: str) -> dict[str, Any]:
+    """A response that the client received, as long as it stays in memory."""
+    return state_of(request).conversations.response(client_of(request), id)
+
+
+@router.delete("/v1/responses/{id}")
+async def forget_response(request: Request, id: str) -> dict[str, Any]:
+    """Forgets a response and its conversation."""
+    state_of(request).conversations.response(client_of(request), id, forget=True)
+    return {"id": id, "object": "response", "deleted": True}
+
+
 async def _answer(request: Request, body: Generate) -> Response:
     state = state_of(request)
     check_limits(body, state.settings.limits)
