@@ -166,7 +166,7 @@ class Detokenizer:
     """Decodes ids piece by piece, and holds back text that a later token may change.
 
     It holds back incomplete UTF-8 and an end that begins one of `cut_before`; the text ends before the first of
-    `cut_before`, and continues the text of the ids `before`.
+    `cut_before`, which is then `stop`, and continues the text of the ids `before`.
     """
 
     def __init__(self, tokenizer: Any, cut_before: Sequence[str] = (), before: Sequence[int] = ()) -> None:
@@ -177,15 +177,16 @@ class Detokenizer:
         self._decoded = 0
         self._begun = b""  # the beginning of a character, which the last ids wrote
         self._pending = ""  # decoded and held back
-        self._ended = False
+        self.stop: str | None = None
         self._read(before)
 
     def push(self, ids: Sequence[int], *, last: bool = False) -> str:
         """The text that is final after `ids`; with `last` all text that was held back."""
         self._pending += self._read(ids) + (self._flush() if last else "")
         text = before_stop(self._pending, self._cut_before)
-        ended, self._ended = self._ended, self._ended or len(text) < len(self._pending)
-        unsure = 0 if last or self._ended else max((begun(text, stop) for stop in self._cut_before), default=0)
+        stops = (stop for stop in self._cut_before if self._pending.startswith(stop, len(text)))
+        ended, self.stop = self.stop, self.stop or next(stops, None)
+        unsure = 0 if last or self.stop else max((begun(text, stop) for stop in self._cut_before), default=0)
         text = text[: len(text) - unsure]
         self._pending = self._pending[len(text) :]
         return "" if ended else text

@@ -67,6 +67,11 @@ class Answer:
         """The sums over the prompts that are done."""
         return total(self._stats)
 
+    @property
+    def stopping_word(self) -> str:
+        """The stop text that ended the first choice of a whole answer; empty without one."""
+        return next((delta.stop for delta in self._deltas[0] if delta.stop), "")
+
     def take(self, prompt: int, update: Started | TextDelta | Stats) -> None:
         """Counts an update, and keeps the text of an answer that is one body."""
         counts = self._counts[prompt]

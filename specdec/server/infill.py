@@ -19,14 +19,14 @@ _ENDS = ("<|fim_pad|>", "<fim_pad>", "▁<EOT>", "<|endoftext|>")
 
 
 class Infill:
-    """How a tokenizer writes texts with a gap; raises a 400 where it has no tokens for this."""
+    """How a tokenizer writes texts with a gap; raises a 400 about `param` where it has no tokens for this."""
 
-    def __init__(self, tokenizer: Any, model: str) -> None:
+    def __init__(self, tokenizer: Any, model: str, param: str = "suffix") -> None:
         self._tokenizer = tokenizer
         forms = [ids for ids in map(self._ids, _FORMS) if len(ids) == 3]
         if not forms:
-            message = f"the tokenizer of {model!r} has no tokens to fill in a text before a suffix: leave `suffix` out"
-            raise ApiError(400, message, param="suffix")
+            message = f"the tokenizer of {model!r} has no tokens for the text before `{param}`"
+            raise ApiError(400, f"{message}: take a model that fills gaps, as Qwen2.5-Coder", param=param)
         self._form = forms[0]
         self._files = next((ids for ids in map(self._ids, _FILES) if len(ids) == 2), None)
 

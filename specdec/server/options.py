@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -104,6 +105,25 @@ def _token_id(text: str) -> int:
     if not text.isascii() or not text.isdigit():
         raise OptionError.of("logit_bias", "token ids as keys", text)
     return int(text)
+
+
+class LineTime:
+    """A stopping criterion, llama.cpp's `t_max_predict_ms`: a text with a line's end ends here, once so many `seconds`
+    have passed since its first token.
+    """
+
+    reason = "time"
+
+    def __init__(self, seconds: float, decode: Callable[[list[int]], str], prompt: int) -> None:
+        self._seconds, self._decode, self._prompt = seconds, decode, prompt
+        self._began: float | None = None
+
+    def __call__(self, ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        """Whether each of the texts `ids` `[n, length]` ends here, `[n]`."""
+        now = time.monotonic()
+        self._began = now if self._began is None else self._began
+        is_late = now - self._began > self._seconds
+        return torch.tensor([is_late and "\n" in self._decode(text[self._prompt :].tolist()) for text in ids])
 
 
 def scoring(generator: SpecGenerator, ids: Sequence[int], top: int, salt: str | None) -> Job:

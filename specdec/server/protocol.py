@@ -1,14 +1,14 @@
 """Requests: OpenAI's fields, vLLM's, and specdec's own; every number has bounds.
 
-null means that a field is absent. Unsupported fields are refused unless their value has no effect; hints, which change
-no text, are dropped, and named once in the log.
+null means that a field is absent. Unsupported fields are refused unless their value has no effect; hints are dropped,
+and named once in the log.
 """
 
 from __future__ import annotations
 
 import logging
 from itertools import islice
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AliasChoices, BeforeValidator, Field, model_validator
 
@@ -20,7 +20,7 @@ from specdec.server.messages import Messages, Name, Sent, Text, TextParts, Tool,
 
 LOG = logging.getLogger("specdec.server")
 _FORMS = ("json", "regex", "grammar", "choice")
-LENGTHS = ("max_output_tokens", "max_completion_tokens", "max_tokens")  # the first that a request has counts
+LENGTHS = ("max_output_tokens", "max_completion_tokens", "max_tokens", "n_predict")  # the first sent counts
 _ENTRIES = 1024  # an object with any names has so many at most
 _MOST_CALLS = 16  # one answer has so many at most
 _LONGEST_PHRASE, _LONGEST_GRAMMAR = 256, 65_536
@@ -71,7 +71,7 @@ HINTS = (
     *("reasoning_effort", "verbosity", "truncation", "include"),
     # llama.cpp's
     *("cache_prompt", "id_slot", "n_keep", "n_cache_reuse", "n_indent", "samplers", "t_max_prompt_ms"),
-    *("t_max_predict_ms", "timings_per_token", "return_progress", "return_tokens", "response_fields"),
+    *("timings_per_token", "return_progress", "return_tokens", "response_fields"),
 )
 _NAMED = set[str]()  # hints that the log has named
 
@@ -110,6 +110,15 @@ class ResponseFormat(Sent):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _nested(cls, data: Any) -> Any:
+        """In llama.cpp's form, the schema stands beside either type."""
+        if not isinstance(data, dict) or data.get("schema") is None or data.get("json_schema") is not None:
+            return data
+        kind = "json_schema" if data.get("type") == "json_object" else data.get("type")
+        return {**data, "type": kind, "json_schema": {"schema": data["schema"]}, "schema": None}
+
     @model_validator(mode="after")
     def _complete(self) -> ResponseFormat:
         if (self.type == "json_schema") != (self.json_schema is not None):
@@ -129,8 +138,12 @@ class StructuredOutputs(Sent):
 class Generate(Sent):
     """Fields of all requests for text."""
 
+    usual_length: ClassVar[int | None] = None  # the length limit of requests without one
+
     model: Name | None = None
     max_tokens: Count | None = None
+    n_predict: Annotated[int, Field(ge=-1, le=2**20)] | None = None  # llama.cpp's `max_tokens`; -1: no limit
+    t_max_predict_ms: Annotated[float, Field(allow_inf_nan=False)] | None = None
     min_tokens: Least = 0
     n: Annotated[int, Field(ge=1, le=1024)] = 1
     stop: Phrase | Annotated[list[Phrase], Field(max_length=4)] | None = None
@@ -183,10 +196,7 @@ class Generate(Sent):
     def _refuse(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        data, most = dict(data), data.get("n_predict")
-        data.pop("n_predict", None)  # llama.cpp's `max_tokens`
-        if most not in (None, -1) and data.get("max_tokens") is None:
-            data["max_tokens"] = most
+        data = dict(data)
         if isinstance(stop := data.get("stop"), str | list):  # without texts that are empty
             data["stop"] = stop or None if isinstance(stop, str) else [text for text in stop if text != ""]
         for name, (neutral, why) in REFUSED.items():
@@ -196,7 +206,7 @@ class Generate(Sent):
         for name in HINTS:
             if data.get(name) is not None and name not in _NAMED:
                 _NAMED.add(name)
-                LOG.info("requests have `%s`, which changes no text: it is ignored", name)
+                LOG.info("requests have `%s`, which is ignored here", name)
         return {name: data[name] for name in data if name not in {*REFUSED, *HINTS} - {*cls.model_fields}}
 
     @model_validator(mode="after")
@@ -248,9 +258,9 @@ class Generate(Sent):
 
     @property
     def _limit(self) -> tuple[str, int | None]:
-        return next(
-            ((name, most) for name in LENGTHS if (most := getattr(self, name, None)) is not None), ("max_tokens", None)
-        )
+        limits = ((name, most) for name in LENGTHS if (most := getattr(self, name, None)) is not None)
+        name, most = next(limits, ("max_tokens", self.usual_length))
+        return name, None if most == -1 else most
 
     @property
     def stops(self) -> list[str]:
@@ -260,9 +270,11 @@ class Generate(Sent):
 class CompletionRequest(Generate):
     """Continues one text or several."""
 
+    usual_length: ClassVar[int | None] = 16  # OpenAI's
+
     prompt: Text | Tokens | Annotated[list[Text | Tokens], Field(min_length=1, max_length=1024, fail_fast=True)]
     suffix: Text | None = None
-    max_tokens: Least | None = 16  # OpenAI's default
+    max_tokens: Least | None = None
     echo: bool = False
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
@@ -292,24 +304,27 @@ class CompletionRequest(Generate):
 
 
 class InfillFile(Sent):
-    """Another file, whose text helps to fill in a gap."""
+    """Another file, whose text helps to fill in a gap; llama.vim adds the `time` at which it was read."""
 
     filename: Name = "file"
     text: Text
+    time: Any = None
 
 
 class InfillRequest(CompletionRequest):
     """llama.cpp's request for the text between `input_prefix` with `prompt`, and `input_suffix`."""
 
+    usual_length: ClassVar[int | None] = None
+
     prompt: Text = ""
-    max_tokens: Least | None = None
     input_prefix: Text = ""
     input_suffix: Text = ""
     input_extra: Annotated[list[InfillFile], Field(max_length=256, fail_fast=True)] = Field(default_factory=list)
 
     @model_validator(mode="after")
     def _is_one(self) -> InfillRequest:
-        if name := next((name for name in ("stream", "echo", "suffix") if getattr(self, name)), None):
+        names = ("stream", "echo", "suffix", "include_stop_str_in_output")
+        if name := next((name for name in names if getattr(self, name)), None):
             raise FieldError(f"`{name}` is not supported here: use /v1/completions")
         return self
 

@@ -27,8 +27,8 @@ from specdec.options.resolve import refusing
 from specdec.server.errors import ApiError
 from specdec.server.infill import Infill
 from specdec.server.messages import Message
-from specdec.server.options import EVERYTHING, call_options, scoring
-from specdec.server.protocol import ChatRequest, Generate
+from specdec.server.options import EVERYTHING, LineTime, call_options, scoring
+from specdec.server.protocol import ChatRequest, Generate, InfillRequest
 from specdec.server.thinking import ThinkingBudget, ThinkingForm, thinking_of
 from specdec.server.tools import CallForm, MarkedTokenizer, call_grammar, check_takes_tools, forms_of
 
@@ -65,7 +65,7 @@ class TextDelta:
     """New text of choice `row`; the first is the prompt where the request has `echo`.
 
     `tokens` counts its new tokens, `spans` are parts of it and whether the draft proposed them, `finish` is the finish
-    reason of the last delta.
+    reason of the last delta, and `stop` the stop text that was cut off.
     """
 
     row: int
@@ -74,6 +74,7 @@ class TextDelta:
     finish: str | None = None
     spans: Sequence[tuple[str, bool]] = ()
     scores: Sequence[TokenScore] = ()
+    stop: str | None = None
 
 
 @dataclass(frozen=True)
@@ -163,7 +164,7 @@ class TextModel:
         if isinstance(request, ChatRequest):
             inputs = self.read(request.messages, **request.template_options)
         elif request.gap is not None:
-            inputs = {"input_ids": [self._infill.prompt(*request.gap)]}
+            inputs = {"input_ids": [self._infill(request).prompt(*request.gap)]}
         else:
             ids = content if isinstance(content, list) else list(self.tokenizer(content, verbose=False)["input_ids"])
             inputs = {"input_ids": [ids]}
@@ -172,9 +173,9 @@ class TextModel:
             return {"input_ids": [to_list(bos)[:1] or [0]]}
         return inputs
 
-    @cached_property
-    def _infill(self) -> Infill:
-        return Infill(self.tokenizer, self.name)
+    def _infill(self, request: Generate) -> Infill:
+        param = "input_suffix" if isinstance(request, InfillRequest) else "suffix"
+        return Infill(self.tokenizer, self.name, param)
 
     def read(self, messages: Sequence[Message], **how: Any) -> dict[str, Any]:
         """The model's inputs for a conversation; `how`: arguments of the chat template.
@@ -228,10 +229,15 @@ class TextModel:
             raise ApiError(400, message, param="stop_token_ids")
         ends = [*usual, *(request.stop_token_ids or ())]
         if request.gap is not None and not request.ignore_eos:
-            ends += self._infill.ends
+            ends += self._infill(request).ends
         options["eos_token_id"] = ends
+        spell, criteria = partial(decode, tokenizer), list[Any]()
         if request.stops:
-            options["stopping_criteria"] = [StopTexts(partial(decode, tokenizer), request.stops, lambda _: begin)]
+            criteria.append(StopTexts(spell, request.stops, lambda _: begin))
+        if (milliseconds := request.t_max_predict_ms or 0) > 0:
+            criteria.append(LineTime(milliseconds / 1000, spell, begin))
+        if criteria:
+            options["stopping_criteria"] = criteria
         processors = list[Any]()
         marks = [] if thinking is None else [thinking.opening, thinking.closing]
         tokens = [self.tokenizer.encode(mark, add_special_tokens=False) for mark in marks]
@@ -348,7 +354,7 @@ class _Row:
         scores = [self._scorer.score_of(step) for step, _ in group] if self._top is not None else []
         text, shown = "".join(text for text, _ in spans), [span for span in spans if span[0]] if self._drafted else []
         reason = None if finish is None else "length" if finish in ("length", "time") else "stop"  # OpenAI's words
-        return TextDelta(self._row, text, len(group), reason, shown, scores)
+        return TextDelta(self._row, text, len(group), reason, shown, scores, self._text.stop)
 
 
 def _polled(job: Job, notify: Callable[[], object], *, stream: bool = True) -> Generator[list[Delta] | None]:

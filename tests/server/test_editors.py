@@ -1,5 +1,6 @@
 """What plug-ins of editors ask for: text in a gap, predictions, scores alone, fields of other servers' clients."""
 
+import json
 from functools import cache
 from typing import Any
 
@@ -80,8 +81,41 @@ def test_other_files_come_first() -> None:
     text = tokenizer.decode(Infill(tokenizer, "m").prompt("a", "b", [("x.py", "x = 1")]))
     assert text == "<fim_prefix>x = 1\n\na<fim_suffix>b<fim_middle>"
     with asking(app(gap_model("qwen"))) as c:
-        filled = c.post("/infill", json={"input_extra": [{"filename": "x", "text": "y"}], "n_predict": 2})
+        extra = {"filename": "x", "text": "y", "time": [1, 2]}  # llama.vim's (it was a 400)
+        filled = c.post("/infill", json={"input_extra": [extra], "n_predict": 2})
     assert filled.json()["tokens_predicted"] <= 2
+
+
+LETTER, [LINE_END] = TOKENIZER.decode([70]), TOKENIZER("\n", add_special_tokens=False)["input_ids"]
+
+
+@pytest.mark.parametrize(
+    ("token", "stop", "reason"),
+    [
+        *((70, ["zz"], ("limit", "", 4)), (WIDTH + 6, ["zz"], ("eos", "", 1))),
+        (70, ["zz", 2 * LETTER, LETTER], ("word", LETTER, 1)),
+    ],
+)
+def test_why_a_gap_ends(token: int, stop: list[str], reason: tuple[str, str, int]) -> None:
+    """llama.cpp's words. (`stop_type` was "eos" at a stop text.)"""
+    with asking(app(gap_model("qwen"))) as c:
+        body = {"n_predict": 4, "stop": stop, "logit_bias": {str(token): 100}, "temperature": 0}
+        filled = c.post("/infill", json=body).json()
+    assert (filled["stop_type"], filled["stopping_word"], filled["tokens_predicted"]) == reason
+    assert filled["content"] == LETTER * 4 * (reason[0] == "limit")
+
+
+@pytest.mark.parametrize(("token", "tokens"), [(LINE_END, 2), (70, 9)])
+def test_the_time_of_a_line(token: int, tokens: int) -> None:
+    """`t_max_predict_ms` counts from the first token on, and ends no text within its first line. (It was ignored.)"""
+    with asking(app(gap_model("qwen"))) as c:
+        body = {"n_predict": 9, "t_max_predict_ms": 1e-6, "logit_bias": {str(token): 100}, "temperature": 0}
+        filled = c.post("/infill", json=body).json()
+        unlimited = c.post("/infill", json={**body, "t_max_predict_ms": -1}).json()
+        [choice] = c.complete(**body, prompt="a")["choices"]
+    assert (filled["tokens_predicted"], filled["stop_type"]) == (tokens, "limit")
+    assert (choice["finish_reason"], choice["text"]) == ("length", filled["content"])
+    assert unlimited["tokens_predicted"] == 9
 
 
 def test_a_gap_has_no_blank_of_sentencepiece() -> None:
@@ -96,7 +130,10 @@ def test_gaps_that_cannot_be_filled() -> None:
     with asking(app()) as c:
         error = c.complete(prompt="a", suffix="b")["error"]
         assert (error["param"], "no tokens" in error["message"]) == ("suffix", True)
-        assert "no tokens" in c.post("/infill", json={}).json()["error"]["message"]
+        error = c.post("/infill", json={}).json()["error"]
+        assert (error["param"], "no tokens" in error["message"]) == ("input_suffix", True)
+        error = c.post("/infill", json={"include_stop_str_in_output": True}).json()["error"]
+        assert error["param"] == "include_stop_str_in_output"
         assert c.complete(prompt=["a", "b"], suffix="b")["error"]["param"] == "suffix"
         assert c.complete(prompt="a", suffix="b", echo=True)["error"]["param"] == "suffix"
         assert c.post("/infill", json={"stream": True}).json()["error"]["param"] == "stream"
@@ -167,14 +204,30 @@ def test_scores_without_an_answer(stream: bool) -> None:
 def test_fields_of_other_clients() -> None:
     """Fields of llama.cpp's clients that change no text, its name of `max_tokens`, and stop texts that are empty."""
     body = {"prompt": USER["content"], "temperature": 0, "ignore_eos": True}
-    harmless = {"cache_prompt": True, "id_slot": -1, "samplers": ["top_k"], "t_max_predict_ms": 9, "stop": ""}
+    harmless = {"cache_prompt": True, "id_slot": -1, "samplers": ["top_k"], "t_max_predict_ms": 0, "stop": ""}
     with asking(app()) as c:
         plain = c.complete(**body, max_tokens=5)
         assert c.complete(**body, **harmless, n_predict=5)["choices"] == plain["choices"]
         assert c.complete(**body, max_tokens=5, n_predict=9, stop=["", ""])["choices"] == plain["choices"]
-        assert c.complete(**body, n_predict=-1)["usage"]["completion_tokens"] == 16
+        long = c.complete(prompt="a" * 480, n_predict=-1, ignore_eos=True)["usage"]  # (-1 meant 16 tokens)
+        wrong = c.complete(prompt="a", n_predict=-2)["error"]
         chat = c.post(CHATS, json={"messages": [USER], "n_predict": 3, "ignore_eos": True, **harmless}).json()
     assert chat["usage"]["completion_tokens"] == 3
+    assert (long["total_tokens"], wrong["param"]) == (512, "n_predict")
+
+
+@pytest.mark.parametrize("kind", ["json_object", "json_schema"])
+def test_schemas_beside_their_type(kind: str) -> None:
+    """As llama.cpp's clients send them. (`schema` was a 400.)"""
+    pytest.importorskip("llguidance")
+    schema = {"type": "object", "properties": {"a": {"enum": [5]}}, "required": ["a"], "additionalProperties": False}
+    with asking(app()) as c:
+        form = {"type": kind, "schema": schema}
+        text = c.complete(prompt="x", response_format=form, max_tokens=60, seed=1)["choices"][0]["text"]
+        wrong = c.complete(prompt="x", response_format={"type": kind, "schema": 5})["error"]["param"]
+        text_form = c.complete(prompt="x", response_format={"type": "text", "schema": schema})["error"]["param"]
+    assert json.loads(text) == {"a": 5}
+    assert (wrong, text_form) == ("response_format.schema", "response_format")
 
 
 def test_lengths_are_cut_to_the_context() -> None:

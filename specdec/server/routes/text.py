@@ -48,12 +48,14 @@ async def infill(request: Request, body: InfillRequest) -> dict[str, Any]:
     before, after, files = body.gap
     check_length(len(before) + len(after) + sum(len(text) for _, text in files), "prompt", limits)
     check_limits(body, limits)
-    answer = await watched(request, TextRequest(request, body).whole())
+    text_request = TextRequest(request, body)
+    answer, word = await watched(request, text_request.whole()), text_request.stopping_word
     choice, usage = answer["choices"][0], answer["usage"]
     return {
         "content": choice["text"],
         "stop": True,
-        "stop_type": "limit" if choice["finish_reason"] == "length" else "eos",
+        "stop_type": "limit" if choice["finish_reason"] == "length" else "word" if word else "eos",
+        "stopping_word": word,
         "model": answer["model"],
         "tokens_predicted": usage["completion_tokens"],
         "tokens_evaluated": usage["prompt_tokens"],
@@ -120,6 +122,10 @@ class TextRequest:
             self._answer: Answer = ResponseAnswer(body, model.name, done=keep, **how)
         else:
             self._answer = Answer(body, model.name, **how)
+
+    @property
+    def stopping_word(self) -> str:
+        return self._answer.stopping_word
 
     async def whole(self) -> dict[str, Any]:
         async with aclosing(self.events()) as events:
