@@ -293,7 +293,7 @@ def doctor(
     *,
     json_: bool,
 ) -> int:
-    """Find the fastest setting of a pair of models, and examine the machine and the installation.
+    """Find the fastest setting of a pair, and examine the machine.
 
     Prints install commands for missing parts. Tries TARGET without a draft, with copies of the text, with the draft
     model and with both, as it is and in fewer bits, and prints the fastest command.

@@ -459,11 +459,11 @@ def _max_positions(decoder: nn.Module, config: Any) -> int | None:
 
 
 def _weights(encoder: nn.Module) -> dict[str, Tensor]:
-    """All weights by name, packed ones as they were."""
+    """All weights by name, packed ones as they were, without biases of zeros, which a layer gets that is joined."""
     packed = {name: module for name, module in encoder.named_modules() if isinstance(module, PackedLinear)}
     weights = {n: w for n, w in encoder.state_dict().items() if n.rpartition(".")[0] not in packed}
     for name, layer in packed.items():
         weights[f"{name}.weight"] = layer.weight()
         if layer.bias is not None:
             weights[f"{name}.bias"] = layer.bias.to(layer.takes[0])
-    return weights
+    return {name: w for name, w in weights.items() if not name.endswith(".bias") or w.is_meta or w.any()}

@@ -27,8 +27,8 @@ def test_every_metric_has_a_row() -> None:
     """With its labels, as Prometheus reads them."""
     metrics = Metrics()
 
-    load = SimpleNamespace(running=0, waiting=0, kv_tokens_held=0, kv_tokens_free=0)
-    metrics.watch({"m": SimpleNamespace(load=load)}, load)
+    load = {"running": 0, "waiting": 0, "kv_tokens_held": 0, "kv_tokens_free": 0}
+    metrics.watch({"m": SimpleNamespace(load=load)}, SimpleNamespace(**load))
     known = {}
     for family in metrics.registry.collect():
         labels = getattr(metrics.registry._names_to_collectors.get(family.name), "_labelnames", ("model",))
