@@ -125,7 +125,7 @@ def _is_sound(value: Any) -> bool:
 
 def _faded(line: LinearFit) -> LinearFit:
     """The same line with a weight of at most `_WEIGHT`, so that new passes soon count more; its slope is the prior."""
-    if line.weight <= _WEIGHT:
+    if line.weight <= _WEIGHT or not line.seconds:
         return line
     sums, mean = [_WEIGHT / line.weight * value for value in line[:5]], line.seconds / line.weight
     return LinearFit._make((*sums, line.slope / mean, line.trust))

@@ -211,7 +211,7 @@ class HybridProposer(Proposer):
         if not chosen:
             return {}
         seqs, budgets = [seq for seq, _ in chosen], [budget for _, budget in chosen]
-        read = sum(self._inner.unread(seq) - 1 for seq in seqs)
+        read = sum(max(self._inner.unread(seq) - 1, 0) for seq in seqs)
         began = perf_counter()
         trees = self._inner.propose(seqs, budgets)
         seconds, levels = perf_counter() - began, max(tree.depth for tree in trees)

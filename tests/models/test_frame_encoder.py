@@ -55,6 +55,17 @@ def test_hooks_of_a_caller_are_called() -> None:
     assert seen
 
 
+@pytest.mark.parametrize("place", ["layers.0", "layers.0.self_attn", "conv1"])
+def test_classes_of_a_caller_run(place: str) -> None:
+    """A subclass of a layer was passed over, and the frames were other ones."""
+    model = tiny("whisper")
+    part = model.get_encoder().get_submodule(place)
+    part.__class__ = type("Own", (type(part),), {})
+    language = LanguageModel(model, backend="packed")
+    assert language.ragged is not None
+    assert language.ragged.frame_encoder is None
+
+
 def test_features_of_another_size() -> None:
     """They are refused in the words of other encoders. (The packed encoder's error was transformers' own.)"""
     generator = SpecGenerator(tiny("whisper"), backend="packed")

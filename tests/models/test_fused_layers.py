@@ -175,6 +175,16 @@ def test_layers_of_another_product_stay_apart() -> None:
     check_equal(language)
 
 
+def test_hooks_see_all_nodes() -> None:
+    """A hook behind the last layer saw only the nodes with logits."""
+    model, widths = tiny("llama"), list[int]()
+    model.model.norm.register_forward_hook(lambda module, inputs, output: widths.append(output.shape[1]))
+    session = LanguageModel(model, backend="packed").session()
+    widths.clear()
+    session.run([Work.text(session.add(None), [5, 9, 12, 7])])
+    assert widths == [4]
+
+
 def test_tables_are_no_norms(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only weights of one dimension are tried as norms. (Embeddings and heads were copied to float32, twice.)"""
     tried, original = list[int](), fused_layers._Norm.kinds

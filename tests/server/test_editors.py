@@ -5,10 +5,12 @@ from functools import cache
 from typing import Any
 
 import pytest
+import torch
 from transformers import AddedToken
 
 from specdec import SpecGenerator
 from specdec.server.infill import Infill
+from specdec.server.options import LineTime
 from specdec.server.text import TextModel
 from tests.folders import WIDTH, byte_tokenizer
 from tests.generator.test_tokenizers import kinds
@@ -116,6 +118,15 @@ def test_the_time_of_a_line(token: int, tokens: int) -> None:
     assert (filled["tokens_predicted"], filled["stop_type"]) == (tokens, "limit")
     assert (choice["finish_reason"], choice["text"]) == ("length", filled["content"])
     assert unlimited["tokens_predicted"] == 9
+
+
+def test_a_late_line_is_looked_for_in_the_last_tokens() -> None:
+    """Every token decoded the whole answer again."""
+    counts = list[int]()
+    late = LineTime(-1.0, lambda ids: counts.append(len(ids)) or "", 5)  # type: ignore[func-returns-value]
+    for length in range(6, 1006):
+        assert not late(torch.zeros(1, length, dtype=torch.long), None).any()
+    assert sum(counts) < 70_000
 
 
 def test_a_gap_has_no_blank_of_sentencepiece() -> None:

@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from transformers.activations import ACT2FN
-from transformers.models.whisper.modeling_whisper import WhisperEncoder
+from transformers.models.whisper.modeling_whisper import WhisperAttention, WhisperEncoder, WhisperEncoderLayer
 
 from specdec import kernels
 from specdec.models.backends.fused_linear import join_layers
@@ -40,6 +40,10 @@ class FrameEncoder:
     def of(cls, model: Any, others: Sequence[Any]) -> FrameEncoder | None:
         """None for an encoder of another kind, or with other code of a caller."""
         if not model.config.is_encoder_decoder or type(encoder := model.get_encoder()) is not WhisperEncoder:
+            return None
+        kinds = [(type(layer), type(layer.self_attn)) for layer in encoder.layers]
+        kinds += [(type(encoder.conv1), type(encoder.conv2))]
+        if not {*kinds} <= {(WhisperEncoderLayer, WhisperAttention), (nn.Conv1d, nn.Conv1d)}:
             return None
         attentions = [layer.encoder_attn for layer in model.get_decoder().layers]
         return None if any(map(runs_other_code, [encoder, *attentions])) else cls(model, others)

@@ -42,6 +42,7 @@ class RaggedForward:
             trial, expected = self._trial()
             logits = self._tried(trial)
             self.fused = fused(self.model, [language.model], partial(self._tried, trial))
+            self.fused.cuts &= not self._runs_other_code
         except Exception as error:  # whatever an architecture raises: it does not run so
             raise UnsupportedError(f"{type(language.model).__name__} does not attend as others do ({error})") from error
         blind = max(kind.first for kind in language.capability.kinds)  # nodes that see nothing
@@ -51,8 +52,13 @@ class RaggedForward:
     @cached_property
     def recorded(self) -> Any:
         """What runs passes without Python, which would not call what a caller changed in a model; None: nothing."""
-        changed = runs_other_code(self._language.model) and not self._language.is_owned
-        return None if changed or not self._language.capability.records else record(self.fused)
+        records = self._language.capability.records and not self._runs_other_code
+        return record(self.fused) if records else None
+
+    @property
+    def _runs_other_code(self) -> bool:
+        """Whether a caller changed what the model runs, as by hooks, which see all nodes."""
+        return not self._language.is_owned and runs_other_code(self._language.model)
 
     @cached_property
     def frame_encoder(self) -> FrameEncoder | None:
