@@ -321,9 +321,15 @@ GENERATE = {**EN, "num_beams": 1, "max_new_tokens": 25}
 
 @pytest.mark.parametrize("options", [*CHUNKED[::2], *map(slow, CHUNKED[1::2])], ids=str)
 def test_chunks_equal_the_pipeline(options: dict[str, Any]) -> None:
-    """Overlapping chunks, decoded in ragged batches with a draft, merged to the pipeline's output."""
+    """Overlapping chunks, decoded in ragged batches with a draft, merged to the pipeline's output.
+
+    The pipeline's times may be beyond the sound.
+    """
     model, sound = target(1, stamps="return_timestamps" in options), speech(2.6, seed=1)
     expected = pipe(model)(sound.copy(), generate_kwargs=GENERATE, **options)
+    for chunk in expected.get("chunks", ()):
+        if "timestamp" in chunk:
+            chunk["timestamp"] = tuple(time and min(time, 2.6) for time in chunk["timestamp"])
     transcriber = Transcriber(model, whisper(9, **LIKELY), processor=PARTS)
     for batch_size in (1, 3):
         assert transcriber(sound, batch_size=batch_size, generate_kwargs=GENERATE, **options) == expected
