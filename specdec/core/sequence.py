@@ -40,10 +40,9 @@ class RunningSequence:
     instructions. `unconditional`: the same sequence without its condition (guidance); it gets the same tokens. `embeds`
     `[length, width]` replace the prompt's tokens; where their ids are unknown, `tokens` starts empty and
     `num_embeds_only` counts them, and columns of pictures before the text. `pictures` are read with the prompt.
-    `context`: None where keys and values are never
-    shared. `encoding`: the encoder's output. The target's cache holds the first `num_cached` nodes of `tree`, cached
-    nodes first; `views`: the target's output at nodes that an earlier pass computed.
-    `cached_prompt_tokens` were not read for it, but for an earlier or another one.
+    `context`: None where keys and values are never shared. `encoding`: the encoder's output. The target's cache holds
+    the first `num_cached` nodes of `tree`, cached nodes first; `views`: the target's output at nodes that an earlier
+    pass computed. `cached_prompt_tokens` were not read for it, but for an earlier or another one.
     `cache_reset_length`: the length of text beyond which the target must read all of it again.
     """
 

@@ -123,8 +123,8 @@ class OpenDrafts:
                     limits = [budgets[seq.id] for seq in together]
                     readers = opened.proposer.readers(together, limits)
                     unread = {seq.id: opened.proposer.unread(seq) for seq in readers}
-                    if ids := set(unread):
-                        waiting = ids - catch_up(opened, [seq for seq in together if seq.id in ids])
+                    if unread:
+                        waiting = unread.keys() - catch_up(opened, [seq for seq in together if seq.id in unread])
                         proposals |= dict.fromkeys(waiting, EMPTY)
                         together = [seq for seq in together if seq.id not in waiting]
                         limits = [budgets[seq.id] for seq in together]

@@ -93,9 +93,9 @@ class RaggedForward:
 
     def _cut(self, inputs: PassInputs, returns: bool) -> PassInputs:
         """The inputs with the nodes that the last layer computes to its end: all if a pass `returns` hidden states."""
-        if self.fused.cuts and not returns:
-            return inputs._replace(last=inputs.kept, kept=torch.arange(len(inputs.kept)))
-        return inputs._replace(last=torch.arange(inputs.ids.shape[1]))
+        if returns or not self.fused.cuts:
+            return inputs
+        return inputs._replace(last=inputs.kept, kept=torch.arange(len(inputs.kept)))
 
     @property
     def _embeddings(self) -> Tensor | None:

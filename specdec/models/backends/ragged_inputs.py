@@ -37,9 +37,9 @@ class PassInputs(NamedTuple):
     """The inputs of a ragged pass: `ids` and `positions` `[1, nodes]`, and a table for each kind of layer.
 
     For models that read embeddings, `ids` are these, `[1, nodes, width]`. `kept`: numbers of the nodes with logits,
-    never none. `encoders`: one table of visible encoder positions, or nothing. `buffers` hold the text, `frames` the
-    encoders' projections. `returned[i]`: numbers of the nodes whose hidden state i is returned, all or none. `last`:
-    numbers of the nodes that the last layer computes to its end, which `kept` then counts; None: all.
+    never none, among those that the last layer computes to its end, whose numbers are `last`. `encoders`: one table of
+    visible encoder positions, or nothing. `buffers` hold the text, `frames` the encoders' projections. `returned[i]`:
+    numbers of the nodes whose hidden state i is returned, all or none.
     """
 
     ids: Tensor
@@ -47,10 +47,10 @@ class PassInputs(NamedTuple):
     kept: Tensor
     tables: Sequence[Tensor]
     encoders: Sequence[Tensor]
+    last: Tensor
     buffers: Buffers = ()
     frames: Buffers = ()
     returned: Sequence[Tensor] = ()
-    last: Tensor | None = None
 
     @classmethod
     def of(
@@ -60,7 +60,7 @@ class PassInputs(NamedTuple):
         device: torch.device,
         encoders: Sequence[list[int]] | None = None,
     ) -> PassInputs:
-        """The nodes of these rows, one row after the other; `encoders[i]` is what row i sees of its encoder."""
+        """All nodes of these rows, one row after the other; `encoders[i]` is what row i sees of its encoder."""
         sizes, kept = [row.work.num_new for row in rows], list[int]()
         if all(len(row.work.tree) == row.work.num_logits == 1 and row.columns.top for row in rows):
             steps = StepInputs.of(rows, [row.columns.top for row in rows], 1, kinds)
@@ -80,13 +80,13 @@ class PassInputs(NamedTuple):
             torch.tensor(kept or [sum(sizes) - 1], device=device),
             [table.to(device) for table in tables],
             [] if encoders is None else [_cross(sizes, encoders).to(device)],
+            torch.arange(sum(sizes), device=device),
         )
 
     @property
     def tensors(self) -> list[Tensor]:
         pairs = (side for pair in (*self.buffers, *self.frames) for side in pair)
-        last = [] if self.last is None else [self.last]
-        return [self.ids, self.positions, self.kept, *self.tables, *self.encoders, *pairs, *self.returned, *last]
+        return [self.ids, self.positions, self.kept, *self.tables, *self.encoders, *pairs, *self.returned, self.last]
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,7 +111,7 @@ AttentionMaskInterface.register(ATTENTION, lambda *_, **__: None)  # tables say 
 class _Text(Cache):  # type: ignore[misc]
     """The text's keys and values: writes where the table says, and returns the buffers."""
 
-    def __init__(self, buffers: Buffers, table: Tensor, last: Tensor | None) -> None:
+    def __init__(self, buffers: Buffers, table: Tensor, last: Tensor) -> None:
         super().__init__(layers=[])
         self.buffers, self._table, self.last = buffers, table, last
 

@@ -157,8 +157,7 @@ def draft_chain(
     passes: Any, first: PassInputs, steps: StepInputs, rules: Sequence[ChainRule], embeddings: Tensor | None
 ) -> Chained:
     """Drafts chains: the first pass has inputs `first`; `embeddings` are those of a head (`PackedLinear.table`)."""
-    nodes = first.kept if first.last is None else first.last[first.kept]
-    encoders = [table[:, :, nodes] for table in first.encoders]
+    encoders = [table[:, :, first.last[first.kept]] for table in first.encoders]
     others = [side for pair in (*first.buffers, *first.frames) for side in pair]
     given = first.tensors, steps.positions, steps.tables, encoders, others, list(map(_numbers, rules)), embeddings
     tokens, probabilities, scores = passes.draft_chain(*given)
@@ -193,10 +192,10 @@ def example(model: RaggedModel, sizes: Sizes) -> PassInputs:
         place[:kept],
         [table.clone() for _ in range(len(model.kinds) or 1)],
         [cross] if has_encoder else [],
+        place[:last],
         [_pair(width, rows, columns, model.dtype) for width in model.widths],
         [_pair(width, encoders, frames, model.dtype) for width in model.widths] if has_encoder else [],
         [place % last for _ in range(model.states)],
-        place[:last],
     )
 
 

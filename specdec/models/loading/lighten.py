@@ -67,13 +67,9 @@ def lightened(model: Any, *, owned: bool) -> Any:
 
 
 def stored_dtype(config: Any) -> torch.dtype | None:
-    """The dtype of a large model's weights on disk if `hearing` narrows them; None of other models."""
-    if not _hears(config) or not kernels.available():
-        return None
-    width, in_encoder, in_decoder = config.d_model, config.encoder_ffn_dim, config.decoder_ffn_dim
-    inputs = config.encoder_layers * (4 * width + 2 * in_encoder) + config.decoder_layers * (8 * width + 2 * in_decoder)
-    is_large = width * (inputs + config.vocab_size) >= _LEAST_HEARING
-    return config.dtype if is_large and _are_faster("bfloat16", "float32", _FRAMES) else None
+    """The dtype of a model's weights on disk if `hearing` narrows them; None of other models."""
+    narrows = _hears(config) and kernels.available() and _are_faster("bfloat16", "float32", _FRAMES)
+    return config.dtype if narrows else None
 
 
 @torch.no_grad()
@@ -95,8 +91,6 @@ def hearing(model: Any) -> Any:
     """
     if not _hears(model.config) or why_not_packed(model) is not None or not kernels.available():
         return model
-    if sum(layer.weight.numel() for layer in packable_layers(model).values()) < _LEAST_HEARING:
-        return model
     if _are_faster("bfloat16", "float32", _FRAMES):
         model.to(torch.bfloat16)
     floats, encoder, layers = str(model.dtype).removeprefix("torch."), _encoder(model), packable_layers(model)
@@ -109,7 +103,12 @@ def hearing(model: Any) -> Any:
 
 
 def _hears(config: Any) -> bool:
-    return bool(config.model_type == "whisper" and config.is_encoder_decoder)
+    """Whether these are models of the Whisper family with enough weights in linear layers."""
+    if config.model_type != "whisper" or not config.is_encoder_decoder:
+        return False
+    width, in_encoder, in_decoder = config.d_model, config.encoder_ffn_dim, config.decoder_ffn_dim
+    inputs = config.encoder_layers * (4 * width + 2 * in_encoder) + config.decoder_layers * (8 * width + 2 * in_decoder)
+    return bool(width * (inputs + config.vocab_size) >= _LEAST_HEARING)
 
 
 def _rounded(layer: Any, bits: int) -> kernels.PackedLinear:
