@@ -20,7 +20,7 @@ from specdec.models.capability import COUNTS_COLUMNS, REPLAY, attention_kinds, k
 from specdec.models.encoding import Encoding
 from specdec.models.hf.private_api import TAKES_MASKS, attention_of
 from specdec.models.hf.probe_cache import holds
-from specdec.models.hf.sides import source_width
+from specdec.models.hf.sides import input_names, source_width
 from specdec.models.hf.tiny_models import SIZES, tiny_alike, tiny_model
 from specdec.models.hf.wrappers import decoder_config, position_padding
 from specdec.models.protocols import Capability, ModelSpec, Positions
@@ -118,7 +118,8 @@ def _candidates(language: ModelSpec) -> Iterator[Capability]:
 
 def _styles(language: ModelSpec) -> Iterator[Positions]:
     decoder = language.decoder
-    if language.prefix + "position_ids" in language.input_names:
+    # a class may hand `position_ids` on to its decoder without naming them
+    if language.prefix + "position_ids" in language.input_names or "position_ids" in input_names(decoder):
         yield "ids"
     if hasattr(decoder, "embed_positions"):
         yield "embedding"
