@@ -235,16 +235,16 @@ class Proposer(ABC):
         """At most `limit` tokens that may follow the text and `tail`, and their confidence, without a pass; or none."""
         return [], []
 
-    def readers(self, seqs: Sequence[SequenceView], budgets: Sequence[Budget]) -> Sequence[SequenceView]:
-        """The sequences for which a model guesses in this round, once it has read their texts.
+    def begin_round(self, seqs: Sequence[SequenceView], budgets: Sequence[Budget]) -> Collection[int]:
+        """The ids of the sequences for which a model guesses in this round, once it has read their texts.
 
-        The engine has these texts read (`unread`, `read`) and calls `propose` for the sequences that it need not wait
-        for. Empty for drafts that read texts within `propose`.
+        Called once before `propose`. The engine has these texts read (`unread`, `read`), and calls `propose` for the
+        sequences whose texts it need not wait for. Empty for drafts that read texts within `propose`.
         """
         return ()
 
     def unread(self, seq: SequenceView) -> int:
-        """How many tokens of a reader's text the draft has not read; all of them for an unknown `seq.id`."""
+        """How many tokens of the text the draft has not read, in the draft's tokens; all for an unknown `seq.id`."""
         return 0
 
     def read(self, seqs: Sequence[SequenceView], most: int) -> None:
@@ -254,7 +254,7 @@ class Proposer(ABC):
         """Returns n <= `length`: the draft copied its state of the first n tokens of `source` to the new `seq`.
 
         `source` is the id of a running sequence, or a state that a proposer of the same draft saved. For a draft with
-        `hidden_layers`, `update` brings hidden states from token n on, after 0 the whole prompt's.
+        `hidden_layers`, `update` brings hidden states from token n on; if n is 0, of the whole prompt.
         """
         return 0
 
@@ -289,7 +289,7 @@ class Draft(ABC):
 
     `instant`: it runs no model, and takes next to no time. Such a draft also guesses in the pass that ends a prompt,
     before it has hidden states of it. It is asked even where it may propose nothing, and for each request alone, so
-    that its errors end that request only. Its first proposal does not count as the reading of a prompt.
+    that its errors end that request only.
     """
 
     models: Sequence[Any] = ()
@@ -309,9 +309,10 @@ class Draft(ABC):
 
     @classmethod
     def of(cls, target: Any, argument: str | None, name: str = "draft") -> Draft:
-        """The draft that a word in `specdec.proposers.DRAFTS` stands for, the caller's `name` for which is in errors.
+        """The draft of a word in `specdec.proposers.DRAFTS`.
 
-        `argument`: what follows a colon; None: no colon. As inherited, there must be none.
+        `argument`: what follows a colon; None: no colon. As inherited, there must be none. `name`: the caller's
+        argument, for errors.
         """
         refuse_argument(argument, name)
         return cls()

@@ -53,26 +53,26 @@ CatchUp = Callable[["OpenDraft", Sequence[RunningSequence]], set[int]]
 
 
 class OpenDraft(NamedTuple):
-    """A draft and its proposer; `hears`: it takes in the results of rounds; `texts`: what it has read of whose text."""
+    """A draft, its proposer, and what it has read of whose text."""
 
     draft: Draft
     proposer: Proposer
-    hears: bool
     texts: SharedTexts
 
 
 class OpenDrafts:
     """The open drafts of one target's sequences, by the identity of their drafts in `open`.
 
-    `requests`: the requests of running sequences, by the sequences' ids. `read`: by these ids, how many tokens of texts
-    draft models read in this round, without the last one of each, which every chain begins with. An exception within
+    `requests`: the requests of running sequences, by the sequences' ids. `num_read`: by these ids, how many tokens of
+    texts draft models read in this round; the last one is not counted, each draft reads it again for its first guess.
+    An exception within
     `guard(seqs)` ends the requests of these sequences.
     """
 
     def __init__(self, model: LanguageModel, requests: Mapping[int, Request], guard: Guard) -> None:
         self.open: dict[int, OpenDraft] = {}
         self.keys: dict[RunningSequence, Hashable] = {}
-        self.read: dict[int, int] = {}
+        self.num_read: dict[int, int] = {}
         self._model, self.requests, self.guard = model, requests, guard
 
     def of(self, seq: RunningSequence) -> OpenDraft | None:
@@ -87,8 +87,7 @@ class OpenDrafts:
         if not isinstance(proposer, Proposer):
             kind = type(proposer).__name__
             raise DraftError(f"{draft!r}.start must return a `specdec.core.drafts.Proposer`, got {kind}: subclass it")
-        hears = type(proposer).update is not Proposer.update
-        self.open[id(draft)] = OpenDraft(draft, proposer, hears, SharedTexts(self.keys))
+        self.open[id(draft)] = OpenDraft(draft, proposer, SharedTexts(self.keys))
 
     def propose(self, seqs: Sequence[RunningSequence], catch_up: CatchUp, *, reading: bool) -> dict[int, Tree]:
         """The proposals by sequence id, for sequences with a draft; those for whose text it must wait get EMPTY.
@@ -99,7 +98,7 @@ class OpenDrafts:
         right.
         """
         proposals: dict[int, Tree] = {}
-        self.read.clear()
+        self.num_read.clear()
         for opened, group in grouped(seqs, self.of):
             if reading and not (opened.draft.instant or self._model.is_offloaded):
                 continue
@@ -117,22 +116,37 @@ class OpenDrafts:
                 calls = [same_request for _, same_request in grouped(group, lambda seq: self.requests[seq.id])]
             for together in filter(None, calls):
                 with self.guard(together):
-                    for seq in together:
-                        proposals |= self._forced(opened, seq, budgets[seq.id])
-                    together = [seq for seq in together if seq.id not in proposals]
-                    limits = [budgets[seq.id] for seq in together]
-                    readers = opened.proposer.readers(together, limits)
-                    unread = {seq.id: opened.proposer.unread(seq) for seq in readers}
-                    if unread:
-                        waiting = unread.keys() - catch_up(opened, [seq for seq in together if seq.id in unread])
-                        proposals |= dict.fromkeys(waiting, EMPTY)
-                        together = [seq for seq in together if seq.id not in waiting]
-                        limits = [budgets[seq.id] for seq in together]
-                    if together:
-                        proposals |= self._ask(opened.proposer, together, limits)
-                    for seq in readers:
-                        self.read[seq.id] = max(unread[seq.id] - max(opened.proposer.unread(seq), 1), 0)
+                    proposals |= self.ask(opened, {seq: budgets[seq.id] for seq in together}, catch_up)
         return proposals
+
+    def ask(self, opened: OpenDraft, budgets: Mapping[RunningSequence, Budget], catch_up: CatchUp) -> dict[int, Tree]:
+        """One draft's proposals by sequence id; those for whose text it must wait get EMPTY."""
+        proposals: dict[int, Tree] = {}
+        for seq, budget in budgets.items():
+            proposals |= self._forced(opened, seq, budget)
+        asked = {seq: budget for seq, budget in budgets.items() if seq.id not in proposals}
+        ids = opened.proposer.begin_round([*asked], [*asked.values()])
+        if readers := [seq for seq in asked if seq.id in ids]:
+            ready = catch_up(opened, readers)
+            proposals |= {seq.id: EMPTY for seq in readers if seq.id not in ready}
+            asked = {seq: budget for seq, budget in asked.items() if seq.id not in proposals}
+            readers = [seq for seq in readers if seq in asked]
+        if asked:
+            proposals |= self._count(opened, readers, lambda: self._ask(opened.proposer, asked))
+        return proposals
+
+    def read(self, opened: OpenDraft, seqs: Sequence[RunningSequence], most: int) -> None:
+        """Has a draft read at most `most` more tokens of each of these texts."""
+        self._count(opened, seqs, lambda: opened.proposer.read(seqs, most))
+
+    def _count(self, opened: OpenDraft, seqs: Sequence[RunningSequence], act: Callable[[], Item]) -> Item:
+        """What `act` returns; the tokens that the draft reads in it are added to `num_read`."""
+        unread = [opened.proposer.unread(seq) for seq in seqs]
+        result = act()
+        for seq, before in zip(seqs, unread, strict=True):
+            read = max(before - max(opened.proposer.unread(seq), 1), 0)
+            self.num_read[seq.id] = self.num_read.get(seq.id, 0) + read
+        return result
 
     def _forced(self, opened: OpenDraft, seq: RunningSequence, budget: Budget) -> dict[int, Tree]:
         """By its id, what the form of a text forces after it and the draft would copy behind that; {}: ask the draft.
@@ -161,18 +175,20 @@ class OpenDrafts:
                 return {seq.id: tree}
         return {}
 
-    def _ask(self, proposer: Proposer, seqs: Sequence[RunningSequence], budgets: Sequence[Budget]) -> dict[int, Tree]:
-        """One draft's proposals by sequence id, cut before the first token that processors forbid.
+    def _ask(self, proposer: Proposer, budgets: Mapping[RunningSequence, Budget]) -> dict[int, Tree]:
+        """A proposer's trees by sequence id, cut before the first token that processors forbid.
 
         Raises DraftError unless there is one Tree per sequence.
         """
-        trees, kind = proposer.propose(seqs, budgets), type(proposer).__name__
+        trees, kind = proposer.propose([*budgets], [*budgets.values()]), type(proposer).__name__
         is_list = isinstance(trees, list | tuple)
-        if not is_list or len(trees) != len(seqs) or not all(isinstance(tree, Tree) for tree in trees):
+        if not is_list or len(trees) != len(budgets) or not all(isinstance(tree, Tree) for tree in trees):
             kinds = f"[{', '.join(type(tree).__name__ for tree in trees)}]" if is_list else type(trees).__name__
-            raise DraftError(f"`{kind}.propose` must return a list of {len(seqs)} Trees, one per sequence, got {kinds}")
+            raise DraftError(
+                f"`{kind}.propose` must return a list of {len(budgets)} Trees, one per sequence, got {kinds}"
+            )
         proposals: dict[int, Tree] = {}
-        for seq, budget, tree in zip(seqs, budgets, trees, strict=True):
+        for (seq, budget), tree in zip(budgets.items(), trees, strict=True):
             with self.guard([seq]):
                 self._check(seq, budget, tree, tree.source or kind)
                 if budget.limit > 0:

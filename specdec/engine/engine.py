@@ -168,8 +168,7 @@ class Engine:
 
     def _commit(self, outcomes: Sequence[Outcome]) -> list[SequenceRound]:
         """Writes the outcomes to the target's cache, the sequences and the drafts."""
-        hear = any(opened.hears for opened in self.drafts.open.values())
-        messages = [self.drafts.message(outcome, self.session) for outcome in outcomes] if hear else []
+        messages = [self.drafts.message(outcome, self.session) for outcome in outcomes]
         passed = [(outcome, work) for outcome in outcomes for work in outcome.works]
         self.session.commit(
             [work.row for _, work in passed],
@@ -179,10 +178,9 @@ class Engine:
         rounds = []
         for outcome in outcomes:
             if outcome.states:
-                rounds.append(outcome.round(self.drafts.read.get(outcome.seq.id, 0)))
+                rounds.append(outcome.round(self.drafts.num_read.get(outcome.seq.id, 0)))
                 outcome.apply()
-        if hear:
-            self.drafts.update([message for message in messages if message is not None])
+        self.drafts.update([message for message in messages if message is not None])
         return rounds
 
     def _deliver(self, outcomes: Sequence[Outcome], round_: Round) -> None:
@@ -192,15 +190,14 @@ class Engine:
         for request, together in grouped(outcomes, lambda outcome: self._requests[outcome.seq.id]):
             request.passes += len({number for outcome in together for number in outcome.out.passes})
             seqs = [by_id[outcome.seq.id] for outcome in together if outcome.states]
-            request.rounds.append(replace(round_, seqs=seqs))
+            request.rounds.append(round_.of(seqs))
             if not request.first_token and any(seq.steps for seq in seqs):
                 request.first_token = perf_counter()
         decided = [outcome.seq for outcome in outcomes if outcome.states]
         drafting = [seq for seq in decided if self._requests[seq.id].draft is not None]
         for pacing, group in grouped(drafting, lambda seq: self._requests[seq.id].pacing):
             with self._guard(group):
-                seqs = [by_id[seq.id] for seq in group]
-                pacing.schedule = pacing.schedule.after(round_ if len(seqs) == len(by_id) else round_.of(seqs))
+                pacing.schedule = pacing.schedule.after(round_.of([by_id[seq.id] for seq in group]))
 
     def _admit(self, request: Request) -> None:
         """Takes in a request: starts its draft, runs its encoder, makes room in the caches."""

@@ -180,10 +180,10 @@ class Scheduler:
         behind = [(seq, count - 1) for seq, count in unread.items() if count > (1 if seq in leaders else most)]
         if behind:
             batch = _batch(behind, chunk)
-            proposer.read(batch, chunk)
+            self._drafts.read(opened, batch, chunk)
             for seq in batch:
                 unread[seq] = proposer.unread(seq)
-                texts.hold(seq, seq.tokens[: len(seq.tokens) - unread[seq]], done=unread[seq] <= 1)
+                texts.hold(seq, seq.tokens[: max(len(seq.tokens) - unread[seq], 0)], done=unread[seq] <= 1)
             self._begin(opened, seqs)
             unread |= {seq: proposer.unread(seq) for seq in seqs if seq in texts and seq not in unread}
         for seq, count in unread.items():
@@ -238,7 +238,7 @@ class Scheduler:
         if running is not None:
             opened = None if texts is self._texts else self._drafts.of(seq)
             unread = self.unread(running) if opened is None else opened.proposer.unread(running)
-            length = min(length, running.length - unread)
+            length = min(length, max(running.length - unread, 0))
             if length >= max(saved_length, 1 if self._are_copies(seq, running) else LEAST):
                 return running, length
         return saved, saved_length

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import mul
@@ -81,8 +81,8 @@ class HybridProposer(Proposer):
         self._copies: dict[int, Tree] = {}  # this round's, until they are proposed
         self._chosen: set[int] = set()  # the ids of those that prefer the model in this round
 
-    def readers(self, seqs: Sequence[SequenceView], budgets: Sequence[Budget]) -> Sequence[SequenceView]:
-        """The readers among the sequences that prefer the model."""
+    def begin_round(self, seqs: Sequence[SequenceView], budgets: Sequence[Budget]) -> Collection[int]:
+        """Chooses who copies and for whom the model guesses."""
         self._learn(seqs)
         pairs = list(zip(seqs, budgets, strict=True))
         self._copies = {
@@ -90,12 +90,12 @@ class HybridProposer(Proposer):
         }
         self._chosen = {seq.id for seq, budget in pairs if self._prefers_model(seq, budget, self._copies[seq.id])}
         chosen = [(seq, budget) for seq, budget in pairs if seq.id in self._chosen]
-        return self._inner.readers([seq for seq, _ in chosen], [budget for _, budget in chosen]) if chosen else ()
+        return self._inner.begin_round([seq for seq, _ in chosen], [budget for _, budget in chosen]) if chosen else ()
 
     def propose(self, seqs: Sequence[SequenceView], budgets: Sequence[Budget]) -> list[Tree]:
         """One tree per sequence, from the draft that promises more; for searches, from the model."""
         if any(seq.id not in self._copies for seq in seqs):
-            self.readers(seqs, budgets)
+            self.begin_round(seqs, budgets)
         pairs = list(zip(seqs, budgets, strict=True))
         drafted = self._drafted([(seq, budget) for seq, budget in pairs if seq.id in self._chosen])
         trees = [

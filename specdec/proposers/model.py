@@ -4,7 +4,7 @@ texts and searches, from one cache per sequence.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -67,7 +67,7 @@ class ModelProposer(Proposer):
         self._shared_encoder, self._sees = shared_encoder, sees
         self._session: Session = model.session()
         self._cached: dict[int, CachedText] = {}
-        self._chosen: dict[int, tuple[SequenceView, Budget, int]] | None = None  # by `readers`, for this round
+        self._chosen: dict[int, tuple[SequenceView, Budget, int]] | None = None  # for this round
         # by id(inputs); the inputs are kept alive, so that the id stays theirs
         self._encoded: dict[int, tuple[object, Encoding]] = {}
 
@@ -86,11 +86,11 @@ class ModelProposer(Proposer):
         nothing = Tree([], [], source=self._source)
         return [growths[seq.id].proposal(self._source) if seq.id in growths else nothing for seq in seqs]
 
-    def readers(self, seqs: Sequence[SequenceView], budgets: Sequence[Budget]) -> list[SequenceView]:
-        """The sequences whose budgets a draft pass pays, and whose texts the draft has embeddings for."""
+    def begin_round(self, seqs: Sequence[SequenceView], budgets: Sequence[Budget]) -> Collection[int]:
+        """The ids of those whose budgets a draft pass pays, and whose texts the draft has embeddings for."""
         with self._kept_whole():
             self._chosen = {one[0].id: one for one in self._readers(seqs, budgets)}
-        return [seq for seq, _, _ in self._chosen.values()]
+        return self._chosen
 
     def unread(self, seq: SequenceView) -> int:
         cached = self._cached.get(seq.id)

@@ -6,7 +6,7 @@ A guess is translated through text; a wrong translation is rejected by verificat
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -85,14 +85,13 @@ class TextBridgeProposer(Proposer):
             guesses = self._inner.propose(read, budgets)
             return [self._translate(*parts) for parts in zip(seqs, read, guesses, budgets, strict=True)]
 
-    def readers(self, seqs: Sequence[SequenceView], budgets: Sequence[Budget]) -> Sequence[SequenceView]:
+    def begin_round(self, seqs: Sequence[SequenceView], budgets: Sequence[Budget]) -> Collection[int]:
         if not any(budget.limit > 0 for budget in budgets):
             return ()
         with self._kept_whole(seqs):
-            return self._inner.readers([self._view(best_branch(seq)) for seq in seqs], budgets)
+            return self._inner.begin_round([self._view(best_branch(seq)) for seq in seqs], budgets)
 
     def unread(self, seq: SequenceView) -> int:
-        """In tokens of the draft."""
         return self._inner.unread(self._view(best_branch(seq)))
 
     def read(self, seqs: Sequence[SequenceView], most: int) -> None:

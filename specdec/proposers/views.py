@@ -80,8 +80,8 @@ class TextAloneProposer(Proposer):
     def propose(self, seqs: Sequence[SequenceView], budgets: Sequence[Budget]) -> list[Tree]:
         return self._inner.propose([self._view(seq) for seq in seqs], budgets)
 
-    def readers(self, seqs: Sequence[SequenceView], budgets: Sequence[Budget]) -> Sequence[SequenceView]:
-        return self._inner.readers([self._view(seq) for seq in seqs], budgets)
+    def begin_round(self, seqs: Sequence[SequenceView], budgets: Sequence[Budget]) -> Collection[int]:
+        return self._inner.begin_round([self._view(seq) for seq in seqs], budgets)
 
     def unread(self, seq: SequenceView) -> int:
         return self._inner.unread(self._view(seq))

@@ -16,6 +16,7 @@ from specdec.engine.scheduler import Scheduler
 from specdec.models import LanguageModel
 from specdec.proposers import ModelDraft
 from specdec.proposers.other_tokenizer import TextBridge
+from specdec.proposers.views import TextAloneDraft
 from tests.proposers.fakes import FakeBudget, FakeModel, FakeSequence, follow, task
 from tests.proposers.test_branching import TASK, best_tree, paths
 from tests.proposers.test_other_tokenizer import ours, theirs
@@ -42,7 +43,7 @@ class Reader:
 
     def __init__(self, draft: Draft, vocab_size: int = 50) -> None:
         model = LanguageModel(tiny("llama", vocab=vocab_size))
-        drafts = OpenDrafts(model, {}, lambda seqs: nullcontext())  # type: ignore[arg-type,return-value]
+        self.drafts = drafts = OpenDrafts(model, {}, lambda seqs: nullcontext())  # type: ignore[arg-type,return-value]
         self.scheduler = Scheduler(model, PrefixCache(0), drafts)
         drafts.start(draft)
         [self.opened] = drafts.open.values()
@@ -51,12 +52,9 @@ class Reader:
 
     def propose(self, rows: Sequence[Any], budgets: Sequence[Budget]) -> list[Tree]:
         self.scheduler._keys.update({row: row.task.source for row in rows})
-        wanted = {row.id for row in self.proposer.readers(rows, budgets)}
-        waiting = wanted - self.scheduler.catch_up(self.opened, [row for row in rows if row.id in wanted])
-        ready = [(row, budget) for row, budget in zip(rows, budgets, strict=True) if row.id not in waiting]
-        trees = self.proposer.propose([row for row, _ in ready], [budget for _, budget in ready]) if ready else []
-        found = {row.id: tree for (row, _), tree in zip(ready, trees, strict=True)}
-        return [found.get(row.id, EMPTY) for row in rows]
+        self.drafts.num_read.clear()
+        trees = self.drafts.ask(self.opened, dict(zip(rows, budgets, strict=True)), self.scheduler.catch_up)
+        return [trees.get(row.id, EMPTY) for row in rows]
 
 
 def one(reader: Reader, row: Text, limit: int = 5) -> list[int]:
@@ -140,6 +138,7 @@ def test_a_row_that_comes_later_continues_what_its_source_has_read() -> None:
     before = sum(map(sum, model.fed))
     assert one(session, second, 1) == model.greedy(second.tokens, 1)
     assert sum(map(sum, model.fed)) == before + 1
+    assert session.drafts.num_read == {1: 0}
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_next"])
@@ -168,3 +167,19 @@ def test_a_draft_that_still_reads_says_so() -> None:
     rows = [Text(ours.encode("the quick brown fox " * 400), 0), Text(ours.encode("a lazy"), 1)]
     sources = [[tree.source for tree in session.propose(rows, [FakeBudget(3)] * 2)] for _ in range(2)]
     assert sources[0] == ["", "bridge"]
+
+
+@pytest.mark.parametrize("pictures", [False, True])
+def test_a_draft_with_other_tokens_follows_a_text(pictures: bool) -> None:
+    """It takes in what is new. (Its tokens were taken for the target's, and all of the text was read anew.)"""
+    model = FakeModel(len(theirs))
+    draft = TextAloneDraft(ModelDraft(model), {7}) if pictures else TextBridge(ModelDraft(model), ours, theirs)
+    session = Reader(draft, len(ours))
+    row = Text(ours.encode("the quick brown fox " * 40), 0, task=task(pictures=object() if pictures else None))
+    row.prompt_length = len(row.tokens)
+    views = session.proposer._views if pictures else session.proposer._seqs
+    one(session, row, 3)
+    view = views[0]
+    row.tokens += ours.encode("jumps over")
+    one(session, row, 3)
+    assert views == {0: view}

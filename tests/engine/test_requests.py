@@ -49,15 +49,17 @@ def new_tokens(call: Call) -> int:
     return len(call.seqs[0].texts[0])
 
 
-def test_rounds_of_a_request_hold_its_own_sequences_alone() -> None:
-    """They are kept until its end, and so were the logits of all that had run beside it."""
+def test_rounds_of_a_request_tell_who_shared_them() -> None:
+    """A shared round is no evidence against a call's draft. (Each was charged as if it were the call's alone.)"""
     generator = SpecGenerator(tiny("llama"), "suffix")
     calls = [submit(generator, [[5, 9, 12]], max_new_tokens=9), submit(generator, [[6, 9]], max_new_tokens=30)]
     finish(generator.engine)
-    for call in calls:
-        ids = {seq.id for seq in call.seqs}
-        assert len(call.request.rounds) > 3
-        assert all({one.id for one in round.seqs} == ids and not round.others for round in call.request.rounds)
+    ids = [{seq.id for seq in call.seqs} for call in calls]
+    assert all({seq.id for seq in round.seqs} == ids[0] for round in calls[0].request.rounds)
+    assert all({seq.id for seq in round.others} == ids[1] for round in calls[0].request.rounds)
+    alone = [not round.others for round in calls[1].request.rounds]
+    assert alone == sorted(alone)
+    assert alone[-1]
 
 
 @pytest.mark.parametrize("draft", [None, "suffix"])
