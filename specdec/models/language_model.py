@@ -257,7 +257,7 @@ class LanguageModel:
     def session(self) -> Session:
         """A new session, without rows."""
         if self.capability.cache_kind == "kv":
-            return KvSession(self, lambda: self.ragged)
+            return KvSession(self)
         return ReplaySession(self)
 
     def early_exit(self, layers: int) -> LanguageModel:

@@ -5,7 +5,7 @@ Everything but `run` and `draft_chain` is in `KvCache`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,28 +24,21 @@ from specdec.models.protocols import ModelSpec
 
 
 class KvSession(KvCache):
-    """A `KvCache` and its passes: the new nodes of all rows share one, `ragged` if the model has such, else padded.
+    """A `KvCache` and its passes: the new nodes of all rows share one, ragged if the model has ragged passes."""
 
-    `ragged()` is asked in each pass, since a changed model has others.
-    """
-
-    def __init__(self, language: ModelSpec, ragged: Callable[[], RaggedForward | None]) -> None:
+    def __init__(self, language: ModelSpec) -> None:
         super().__init__(language)
-        self._language, self._find_ragged = language, ragged
+        self._language = language
         self._padded = PaddedPasses(language, self)
         self._like = torch.empty(0, dtype=language.dtype, device=language.device)
         # Whether the library's own positions and causal mask are right for a chain after a text.
         self._is_simple = (
             self.cross is None
-            and ragged() is None
+            and language.ragged is None
             and language.capability.boundary is None
             and language.capability.padding is None
             and not language.forgets_order
         )
-
-    @property
-    def _ragged(self) -> RaggedForward | None:
-        return self._find_ragged()
 
     def run(
         self, works: Sequence[Work], *, hidden: bool | Sequence[int] = False, attentions: bool = False
@@ -77,7 +70,7 @@ class KvSession(KvCache):
                 new[row.index] = RowNodes(row.index, row.columns, work)
         if self.cross is not None:
             self.cross.project(new)
-        ragged, given = self._ragged, [nodes.work.embeds is not None for nodes in new.values()]
+        ragged, given = self._language.ragged, [nodes.work.embeds is not None for nodes in new.values()]
         if ragged is not None and new and not attentions and all(one == ragged.model.reads_embeds for one in given):
             found |= self._run_ragged(ragged, list(new.values()), hidden)
         elif new:
@@ -116,7 +109,7 @@ class KvSession(KvCache):
 
     @property
     def draft_chains(self) -> bool:  # type: ignore[override]
-        ragged = self._ragged
+        ragged = self._language.ragged
         return ragged is not None and ragged.draft_chains
 
     @torch.no_grad()
@@ -128,7 +121,7 @@ class KvSession(KvCache):
         embeds: Sequence[Tensor] | None = None,
     ) -> Chained | None:
         """Needs recorded passes, and rows that hold text alone."""
-        ragged, named = self._ragged, [self.row(row) for row in rows]
+        ragged, named = self._language.ragged, [self.row(row) for row in rows]
         if ragged is None or not ragged.draft_chains or any(row.columns.scattered for row in named):
             return None
         given: Sequence[Tensor | None] = embeds or [None] * len(rows)
