@@ -171,7 +171,7 @@ def _fit(draft: Draft, generator: SpecGenerator) -> Finding:
     """How the draft's guesses reach the target; a pair that does not fit fails to load."""
     from specdec.proposers import HybridDraft, ModelDraft, TextBridge
 
-    finding, draft = partial(Finding, "models", "fit"), draft.model if isinstance(draft, HybridDraft) else draft
+    finding, draft = partial(Finding, "models", "fit"), draft.inner if isinstance(draft, HybridDraft) else draft
     if not draft.models:
         return finding(f"{draft!r} reads the text alone and fits any target")
     if isinstance(draft, ModelDraft):

@@ -20,7 +20,7 @@ class Budget:
     min(bases[b] + p * rates[b], 1), and a path with the product. A node of unknown confidence has the chance `first` at
     the beginning of a path, and `later` after others. `node_cost` of a node in the passes of draft and target, and
     `pass_cost` of a draft pass for all its sequences together, are in tokens that decoding makes in the same seconds.
-    In the bins `untested`, hardly a guess was verified yet: one that begins a chain is kept, to learn its chance.
+    In the bins `untested`, few guesses were verified yet: the first guess of a chain is proposed anyway, to learn.
     """
 
     limit: int

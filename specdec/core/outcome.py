@@ -27,7 +27,7 @@ class SequenceRound:
     `accepted` steps. `finish`: why the sequence ended, or None. `tested`: the confidence of each node that the strategy
     reached, and whether it was accepted; these nodes lie on `levels` levels of the proposal. `prefill`: in this
     round the target read its prompt, or a draft model its prompt or a longer part of its text. `read`: tokens of the
-    text that a draft model read, without the last one, which every chain begins with.
+    text that a draft model read; the last one is not counted, the draft reads it again for its first guess.
     """
 
     id: int
@@ -123,8 +123,8 @@ class Outcome:
     def round(self, read: int) -> SequenceRound:
         """The result of the round, without tensors of a pass; `read`: as in `SequenceRound`.
 
-        Of a text, the children of every node that the walk left by a step are tested; if a step ended the text, its
-        children are not. Of a search, the highest confidence of each depth that it reached, and of the next one.
+        Of a text, a guess was tested if the strategy took a step at its parent that did not end the text. Of a search,
+        the highest confidence of each depth that it reached, and of the next one.
         """
         proposal = self.out.work.proposal
         tokens, parents, depth = proposal.tokens, proposal.parents, proposal.depth
@@ -141,8 +141,19 @@ class Outcome:
             levels = len({parents[node] for node in nodes})
             tested = [(confidence[node], node in accepted) for node in nodes]
         prefill = read >= READ_ALONG or not self.seq.prefilled
-        guess = len(tokens), depth, self.accepted, prefill, proposal.source
-        return SequenceRound(self.seq.id, *guess, tested, levels, self.steps, self.finish, read)
+        return SequenceRound(
+            id=self.seq.id,
+            drafted=len(tokens),
+            depth=depth,
+            accepted=self.accepted,
+            prefill=prefill,
+            source=proposal.source,
+            tested=tested,
+            levels=levels,
+            steps=self.steps,
+            finish=self.finish,
+            read=read,
+        )
 
 
 def accept(outcome: Outcome, out: Logits) -> None:

@@ -15,7 +15,7 @@ CHUNK = 2048
 SHARED_CHUNK = 256
 """The same while sequences that have read their prompts wait for this pass."""
 READ_ALONG = 16
-"""The most tokens of a text that a draft model reads in the pass of its first guess; more get passes of their own."""
+"""The most tokens of a text that a draft model reads in the pass of its first guess, while another text can guess."""
 VOID_COLUMNS = 64
 """Columns of a row of the cache that dead branches may leave empty before the row is compacted."""
 

@@ -29,8 +29,8 @@ class Stopping:
 
     `criteria`: transformers' stopping criteria; each gets `ids` `[texts, length]` once per emitted token, in order. A
     criterion's attribute `reason` is the finish reason. Without it, transformers' own kinds have those in `_REASONS`,
-    all others "criteria". `forced_ids`: end tokens that only the length limit brought, where they are the last that
-    fits.
+    all others "criteria". `forced_ids`: end tokens that the length limit forces, where they are the last that fits:
+    there the reason is "length".
     """
 
     eos_ids: frozenset[int] = frozenset()

@@ -54,12 +54,13 @@ class SpecGenerator:
     settings in the checkpoint's `task_specific_params`, which then override its generation config. `kv_budget` limits
     the keys and values of all running calls, in bytes or as a share of the free memory (0.5: half); further calls wait.
     `prefix_cache` keeps keys and values of finished texts in that many bytes (True: 256 MiB), for prompts that begin
-    alike; by it a caller promises to say `model_changed`. None: 256 MiB for models that were loaded here; where target
-    or draft is a model object of the caller's, prompts share within one call alone. False: prompts share nothing.
-    Outside of float32 and `exactness`="strict", a text that continues a cached one may differ at near-ties. `memory`:
-    drafts that copy look up texts of earlier calls, too, and of the files and folders that it names: True (128 MiB at
-    most), a number of bytes, or paths. Calls of another `cache_salt` see the files alone. `backend` and `exactness`:
-    as in `Loading`; for a model object, "packed" keeps a second copy of its weights, and "auto" leaves it as it is.
+    alike; whoever sets it calls `model_changed()` after changing a model. None: 256 MiB for models that were loaded
+    here; where target or draft is a model object of the caller's, prompts share within one call alone. False: prompts
+    share nothing. Outside of float32 and `exactness`="strict", a text that continues a cached one may differ at
+    near-ties. `memory`: drafts that copy look up texts of earlier calls, too, and of the files and folders that it
+    names: True (128 MiB at most), a number of bytes, or paths. Calls of another `cache_salt` see the files alone.
+    `backend` and `exactness`: as in `Loading`; for a model object, "packed" keeps a second copy of its weights, and
+    "auto" leaves it as it is.
 
     Raises OptionError for values that are no target or draft, VocabularyError where the two do not share a vocabulary.
     """

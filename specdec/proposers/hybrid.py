@@ -57,18 +57,18 @@ class HybridDraft(WrappedDraft):
         if not isinstance(text, TextDraft):
             raise OptionError.of("text", "a text draft such as NgramDraft() or SuffixDraft()", text)
         super().__init__(model)
-        self.text, self.model, self.odds = text, model, Odds()
+        self.text, self.odds = text, Odds()
 
     def __repr__(self) -> str:
-        return f"HybridDraft({self.text!r}, {self.model!r})"
+        return f"HybridDraft({self.text!r}, {self.inner!r})"
 
     @property
     def kind(self) -> str:
-        return f"{self.text.kind}+{self.model.kind}"
+        return f"{self.text.kind}+{self.inner.kind}"
 
     def start(self, vocab_size: int) -> HybridProposer:
         """A proposer without sequences; all proposers share the estimates for the model draft."""
-        return HybridProposer(self.text.start(vocab_size), self.model.start(vocab_size), self.text.source, self.odds)
+        return HybridProposer(self.text.start(vocab_size), self.inner.start(vocab_size), self.text.source, self.odds)
 
 
 class HybridProposer(Proposer):

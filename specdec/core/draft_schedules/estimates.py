@@ -118,7 +118,7 @@ class LinearFit(NamedTuple):
 
         A stall (another program, say) must not count in full: seconds are cut to three times a mean
         pass's, more in proportion for more nodes. A pass of less than a third of the mean time, less in proportion for
-        fewer nodes, shows that the earlier ones were stalls: it takes their place, and counts twice, as it is none.
+        fewer nodes, shows that the earlier ones were stalls: it takes their place, and counts as two passes.
         """
         usual = self.seconds / self.weight if self.weight else seconds
         wider = nodes * self.weight / self.nodes if self.nodes else 1.0

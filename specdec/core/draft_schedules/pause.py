@@ -16,8 +16,9 @@ _SUSPENSION = (64, 512)  # plain rounds that a suspension lasts: the first, and 
 class Pause(NamedTuple):
     """The time without a draft, until `waited` reaches `length`: in plain rounds as they were when it began.
 
-    Then one took `unit` seconds. A dearer one counts as several, so that drafting is tried sooner; no one counts less.
-    `rounds` of it so far. `reading`: seconds of drafts since the last try, of reading and of that try.
+    A plain round took `unit` seconds when the pause began. A longer one counts as several, so that drafting is tried
+    sooner, a shorter one as one. `rounds` of it so far. `reading`: seconds of drafts since the last try, of reading and
+    of that try.
 
     Predictions may be wrong, so drafting is also judged by its results. `lost`: the seconds, in plain rounds, that
     drafting took beyond those of its tokens without it, less than 0 after gains; above a bound drafting is suspended,

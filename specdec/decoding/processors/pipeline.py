@@ -73,7 +73,7 @@ class Processors:
         return all(map(_is_pure, self.items))
 
     def in_numbers(self, text: list[int]) -> list[Filter] | None:
-        """All filters after a text; None if a processor has no numeric form, as every subclass."""
+        """All filters after a text; None if a processor has no numeric form; no subclass has one."""
         found: list[Filter] = []
         for item in self.items:
             kind = _KINDS.get(type(item))

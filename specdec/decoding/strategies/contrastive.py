@@ -123,7 +123,7 @@ class Contrastive(StrategyBase):
 
 
 def _directions(view: View) -> Tensor:
-    """The last hidden states `[nodes, width]` of an view, float32, normalised to length 1."""
+    """The last hidden states `[nodes, width]` of a view, float32, normalised to length 1."""
     assert view.trace.hidden_states is not None
     return normalize(view.trace.hidden_states[-1].float(), dim=-1)
 
