@@ -63,9 +63,9 @@ class OpenDraft(NamedTuple):
 class OpenDrafts:
     """The open drafts of one target's sequences, by the identity of their drafts in `open`.
 
-    `requests`: the requests of running sequences, by the sequences' ids. `num_read`: by these ids, how many tokens of
-    texts draft models read in this round; the last one is not counted, each draft reads it again for its first guess.
-    An exception within
+    `requests`: the requests of running sequences, by the sequences' ids. `keys`: sequences with an equal key share what
+    was read, those with key None share with nobody. `num_read`: by these ids, how many tokens of texts draft models
+    read in this round; the last one is not counted, each draft reads it again for its first guess. An exception within
     `guard(seqs)` ends the requests of these sequences.
     """
 

@@ -22,7 +22,7 @@ from specdec.engine.drafts import Guarded, OpenDrafts, grouped
 from specdec.engine.memory import MemoryBudget
 from specdec.engine.prefix_cache import PrefixCache
 from specdec.engine.request import Request
-from specdec.engine.scheduler import Scheduler
+from specdec.engine.scheduler import Parts, Scheduler
 from specdec.models import LanguageModel
 
 _IDLE = 2  # proposers without sequences that keep their buffers for the next request
@@ -101,12 +101,12 @@ class Engine:
         if running:
             self._round(running)
 
-    def _round(self, seqs: list[RunningSequence], chunk: int | None = None) -> None:
-        """One round: propose, run, accept, commit. With `chunk`: over at most so many tokens of unread prompts each."""
+    def _round(self, seqs: Sequence[RunningSequence], parts: Parts | None = None) -> None:
+        """One round: propose, run, accept, commit. With `parts`: over so much of these unread prompts."""
         began = perf_counter()
-        proposals = self._propose(seqs, chunk)
+        proposals = self._propose(seqs, parts)
         after_draft = perf_counter()
-        outcomes = self._run(seqs, proposals, chunk)
+        outcomes = self._run(seqs, proposals, parts or {})
         after_pass = perf_counter()
         nodes = sum(outcome.out.work.num_new for outcome in outcomes)
         outcomes = self._accept(outcomes)
@@ -118,14 +118,14 @@ class Engine:
         if ended := [outcome.seq for outcome in outcomes if outcome.finish is not None]:
             self._release(ended)
 
-    def _propose(self, seqs: Sequence[RunningSequence], chunk: int | None) -> dict[int, Tree]:
-        """The proposals by sequence id, for texts with a token; while prompts are read, at the ends of prompts."""
+    def _propose(self, seqs: Sequence[RunningSequence], parts: Parts | None) -> dict[int, Tree]:
+        """The proposals by sequence id, for texts with a token; of prompts, where this pass reads them to the end."""
         ready = [seq for seq in seqs if seq.tokens]
-        if chunk is not None:
-            ready = [seq for seq in ready if not self.scheduler.sees(seq) and self.scheduler.ends(seq, chunk)]
-        return self.drafts.propose(ready, self.scheduler.catch_up, reading=chunk is not None)
+        if parts is not None:
+            ready = [seq for seq in ready if parts[seq] is None and not self.scheduler.sees(seq)]
+        return self.drafts.propose(ready, self.scheduler.catch_up, reading=parts is not None)
 
-    def _run(self, seqs: Sequence[RunningSequence], proposals: dict[int, Tree], chunk: int | None) -> list[Outcome]:
+    def _run(self, seqs: Sequence[RunningSequence], proposals: dict[int, Tree], parts: Parts) -> list[Outcome]:
         """One target pass over the works of all sequences; nothing if it failed."""
         seqs = [seq for seq in seqs if self._requests[seq.id] not in self._failed]
         if not seqs:
@@ -144,8 +144,7 @@ class Engine:
                 if self.session.cache_reset_length is not None:
                     self.session.refresh(rows)
                 lengths = [self.session.length(row) for row in rows]
-                part = None if chunk is None or self.scheduler.ends(seq, chunk) else chunk
-                works.append(seq.works(lengths, proposals.get(seq.id, EMPTY), chunk=part))
+                works.append(seq.works(lengths, proposals.get(seq.id, EMPTY), chunk=parts.get(seq)))
             together = [work for seq_works in works for work in seq_works]
             outputs = iter(self.session.run(together, hidden=every_layer or layers, attentions=attentions))
             for seq, seq_works in zip(seqs, works, strict=True):
@@ -228,10 +227,10 @@ class Engine:
 
     def _prefill(self) -> None:
         """One pass over unread prompts."""
-        seqs, chunk = self.scheduler.next_prompts(self.running)
+        parts = self.scheduler.next_prompts(self.running)
         self._end_failed()
-        if seqs := [seq for seq in seqs if seq.id in self._requests]:
-            self._round(seqs, chunk)
+        if seqs := [seq for seq in parts if seq.id in self._requests]:
+            self._round(seqs, parts)
             self.running += self.scheduler.update(seqs)
 
     def _release(self, seqs: Sequence[RunningSequence]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 
@@ -23,6 +23,8 @@ from specdec.errors import DraftError
 from specdec.models import LanguageModel, prefix_bytes
 
 _log = logging.getLogger(__name__)
+Parts = Mapping[RunningSequence, int | None]
+"""Of the prompts of one pass, how many tokens it reads; None: to the end."""
 _WORTH_WAITING = 64  # common tokens whose computation takes about as long as the extra pass that waiting costs
 
 
@@ -44,11 +46,10 @@ class Scheduler:
         self._requests, self._guard = drafts.requests, drafts.guard
         self.prefilling: list[RunningSequence] = []
         self._others_first = False
-        self._keys: dict[RunningSequence, Hashable] = {}  # those with an equal one share; None: with nobody
+        self._keys = drafts.keys
         # by source: the sequences without a row whose prompts are copies
         self._copies: dict[Hashable, set[RunningSequence]] = defaultdict(set)
         self._texts = SharedTexts(self._keys)
-        drafts.keys = self._keys
 
     def add(self, request: Request) -> None:
         """Takes in a request's sequences, whose prompts are to be read."""
@@ -69,8 +70,8 @@ class Scheduler:
                 self._keys[seq] = self._keys[seq] or seq.task.source
         self.prefilling += request.seqs
 
-    def next_prompts(self, running: Sequence[RunningSequence]) -> tuple[list[RunningSequence], int]:
-        """The sequences whose prompts the next pass reads, first come, first served, and the most tokens of each.
+    def next_prompts(self, running: Sequence[RunningSequence]) -> Parts:
+        """The sequences whose prompts the next pass reads, first come, first served, and how much of each.
 
         Every second time, other requests' prompts (shortest first) precede the first request's, so that a long prompt
         does not hold them up. While sequences of others are `running`, chunks are small.
@@ -89,7 +90,7 @@ class Scheduler:
                     ready.append(seq)
                     unread += self.unread(seq)
         if not ready:
-            return [], 0
+            return {}
         request = self._requests[ready[0].id]
         if request.traced:  # in one pass
             chunk = max(row_seq.length for seq in request.seqs for row_seq in seq.batch_seqs)
@@ -97,7 +98,8 @@ class Scheduler:
             others_wait = any(self._requests[seq.id] is not request for seq in running)
             limit = SHARED_CHUNK if others_wait else CHUNK
             chunk = min(request.prefill_chunk or limit, limit)
-        return self._together(ready, request, chunk) if len(ready) > 1 else ready, chunk
+        together = self._together(ready, request, chunk) if len(ready) > 1 else ready
+        return {seq: None if self._ends(seq, chunk) else chunk for seq in together}
 
     def _together(self, seqs: Sequence[RunningSequence], request: Request, chunk: int) -> list[RunningSequence]:
         """The first of `seqs` that can share a pass, up to `chunk` tokens, of which half may be padding."""
@@ -112,7 +114,7 @@ class Scheduler:
             return alike[:1]  # an error in a pass over pictures is one of its request alone
         return _batch([(seq, max(map(self.unread, seq.batch_seqs))) for seq in alike[:seeing]], chunk)
 
-    def ends(self, seq: RunningSequence, chunk: int) -> bool:
+    def _ends(self, seq: RunningSequence, chunk: int) -> bool:
         """Whether a pass of `chunk` tokens reads the prompt to its end.
 
         Where copies wait for this prompt, its last token is left for a later pass, which they share.
@@ -163,7 +165,21 @@ class Scheduler:
                 self._texts.hold(seq, seq.text_ids[: self.session.length(seq.cache_row)], done=seq.prefilled)
         done = [seq for seq in self.prefilling if seq.prefilled]
         self.prefilling = [seq for seq in self.prefilling if not seq.prefilled]
+        for seq in done:
+            with self._guard([seq]):
+                self._continue_saved(seq)
         return done
+
+    def _continue_saved(self, seq: RunningSequence) -> None:
+        """Lets the draft continue what it read of a text that has left, as the target does.
+
+        A draft that chooses whether to read a text so knows what is left to read.
+        """
+        opened = self._drafts.of(seq)
+        if opened is not None and seq.cached_prompt_tokens and not opened.draft.hidden_layers:
+            saved, length = self.prefix_cache.find(self.prefix_cache.key_of(opened.draft, seq.context), seq.tokens[:-1])
+            if saved is not None:
+                _forked(opened, seq, saved, length)
 
     def catch_up(self, opened: OpenDraft, seqs: Sequence[RunningSequence]) -> set[int]:
         """Reads a chunk of the texts that a draft lacks; returns the ids of sequences for which it can guess.
@@ -205,7 +221,7 @@ class Scheduler:
                 if leader is not None and leader in seqs:
                     leaders.add(leader)
                     continue
-                if source is not None and length:
+                if source is not None and length > len(seq.tokens) - opened.proposer.unread(seq):
                     _forked(opened, seq, source if isinstance(source, SavedState) else source.id, length)
             opened.texts.begin(seq, ids)
         return leaders

@@ -124,6 +124,8 @@ class ModelProposer(Proposer):
                 cache_row = self._session.read_from(source.state, count, 0 if pictures is None else pictures.shift)
             else:
                 cache_row = self._session.fork(self._cached[source].cache_row, count)
+            if (shorter := self._cached.get(seq.id)) is not None:
+                self._session.remove([shorter.cache_row])
             self._cached[seq.id] = CachedText(cache_row, seq, seq.tokens, count)
         return count
 

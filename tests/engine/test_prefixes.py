@@ -73,6 +73,23 @@ def test_the_draft_of_the_next_turn_reads_what_is_new(
     assert sum(nodes for _, nodes in read if nodes > 35) < len(so_far[0])
 
 
+def test_a_hybrid_knows_what_the_draft_need_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It weighs the reading of what is new of a chat. (It weighed the reading of all of it, and so left the model.)"""
+    unread: list[int] = []
+    monkeypatch.setattr(hybrid, "_FEW", 1000)  # the model reads however little is left
+    generator = SpecGenerator(tiny("llama"), ("suffix", tiny("llama", seed=1)), schedule="constant", prefix_cache=True)
+    so_far = generator.generate(FIRST, **COMMON).sequences.tolist()
+    prefers = hybrid.HybridProposer._prefers_model
+
+    def noted(self: Any, seq: Any, *rest: Any) -> bool:
+        unread.append(self._inner.unread(seq))
+        return prefers(self, seq, *rest)
+
+    monkeypatch.setattr(hybrid.HybridProposer, "_prefers_model", noted)
+    generator.generate([[*so_far[0], 9, 10, 11]], **COMMON)
+    assert unread[0] < 10
+
+
 def test_samples_of_a_prompt_are_read_once_by_a_draft() -> None:
     """Copies of a prompt continue what the first of them has read, in the draft as in the target."""
     target, draft = tiny("llama"), tiny("llama", seed=1)
