@@ -33,7 +33,7 @@ from specdec.generator.memories import MemoryWish
 from specdec.generator.tokenizers import Detokenizer, check_split_rule, check_tokenizer, tokenizer_beside
 from specdec.models import LanguageModel, needs_eyes, plain_modes
 from specdec.options.generate import Form, Options, to_list
-from specdec.options.load import Loading, check_loaded
+from specdec.options.load import Loading
 from specdec.options.resolve import check_defaults, resolve
 from specdec.proposers.form import FormDraft
 
@@ -59,10 +59,14 @@ class SpecGenerator:
     share nothing. Outside of float32 and `exactness`="strict", a text that continues a cached one may differ at
     near-ties. `memory`: drafts that copy look up texts of earlier calls, too, and of the files and folders that it
     names: True (128 MiB at most), a number of bytes, or paths. Calls of another `cache_salt` see the files alone.
-    `backend` and `exactness`: as in `Loading`; for a model object, "packed" keeps a second copy of its weights, and
-    "auto" leaves it as it is.
 
-    Raises OptionError for values that are no target or draft, VocabularyError where the two do not share a vocabulary.
+    The fields of `Loading` are options, too: they say how a target that is named is loaded. A draft that is named has
+    the target's `dtype`, `backend`, `device_map` and `trust_remote_code`, unless `draft_options` set them, and is never
+    offloaded. A model object takes `backend` ("packed" keeps a second copy of its weights, "auto" leaves it as it is)
+    and `exactness` alone.
+
+    Raises OptionError for values that are no target or draft, VocabularyError where the two do not share a vocabulary,
+    and OptionError, UnsupportedError and LoadError where a model cannot be loaded so.
     """
 
     _inherits = True
@@ -74,78 +78,40 @@ class SpecGenerator:
         *,
         tokenizer: Any = None,
         assistant_tokenizer: Any = None,
-        backend: str = "auto",
-        exactness: str = "auto",
-        task: str | None = None,
-        kv_budget: int | float | None = None,
-        prefix_cache: bool | int | None = None,
-        memory: Any = False,
-        **options: Any,
-    ) -> None:
-        check_loaded("SpecGenerator", options)
-        check_tokenizer("tokenizer", tokenizer)
-        self._defaults, self._task, wish = check_defaults(options), task, MemoryWish.read(memory)
-        how = Loading(backend=backend, exactness=exactness)
-        reader = check_split_rule(target, how) if tokenizer is None else None
-        self.target = language_model(target, "target", how)
-        if tokenizer is None and isinstance(target, str | PathLike):  # after the model, whose error gives the reason
-            tokenizer = tokenizer_beside(str(target), sees=self.target.sees, reader=reader)
-        self.tokenizer, self.processor = split_processor(tokenizer)
-        self.memory, self.grammars = wish.make(self.tokenizer), Grammars(self.target.vocab_size)
-        self._drafts = Drafts(self.target, backend=backend, memory=self.memory)
-        self._scheduled = ScheduledDraft(self.target, self._drafts.make(draft, self.tokenizer, assistant_tokenizer))
-        wish.check(self.draft)
-        # Where a call has a form and no draft is named, the draft guesses the form's forced tokens; "none" is a name.
-        self._forms = self._scheduled if draft is not None else ScheduledDraft(self.target, FormDraft())
-        self._prefixes, self._promised = _prefixes(prefix_cache), prefix_cache is not None
-        self._driver = Driver(Engine(self.target, kv_budget=kv_budget, prefix_cache=self._prefixes))
-        release_helpers()  # loading started OpenMP workers here; decoding may run in another thread
-
-    @classmethod
-    def from_pretrained(
-        cls,
-        target: str,
-        draft: Any = None,
-        *,
-        tokenizer: Any = None,
-        assistant_tokenizer: Any = None,
         task: str | None = None,
         kv_budget: int | float | None = None,
         prefix_cache: bool | int | None = None,
         memory: Any = False,
         draft_options: Mapping[str, Any] | None = None,
         **options: Any,
-    ) -> SpecGenerator:
-        """A generator whose target, and draft if it is an id or path, are loaded from the hub or a folder.
-
-        `options` are fields of `Loading`, for the target, and defaults of `generate`. The draft has the target's
-        `dtype`, `backend`, `device_map` and `trust_remote_code`, unless `draft_options` set them, and is never
-        offloaded. Raises OptionError, UnsupportedError and LoadError where a model cannot be loaded so.
-        """
+    ) -> None:
         how, options = Loading.split(options)
-        check_defaults(options)
-        _prefixes(prefix_cache)  # raises before anything is loaded
-        wish = MemoryWish.read(memory)
+        check_tokenizer("tokenizer", tokenizer)
+        self._defaults, self._task, wish = check_defaults(options), task, MemoryWish.read(memory)
+        self._prefixes, self._promised = _prefixes(prefix_cache), prefix_cache is not None
         reader = check_split_rule(target, how) if tokenizer is None else None
+        is_named = isinstance(target, str | PathLike)
+        model = target if is_named else language_model(target, "target", how)
         unloaded, draft = draft, loaded(draft, how.of_draft(draft_options))
         if draft_options and draft is unloaded:
             raise OptionError("`draft_options` load a draft model, and `draft` names none: leave them out")
-        model = language_model(target, "target", how)
-        if tokenizer is None and isinstance(target, str | PathLike):  # after the model, whose error gives the reason
-            tokenizer = tokenizer_beside(str(target), sees=model.sees, reader=reader, **how.beside)
-        return cls(
-            model,
-            draft,
-            tokenizer=tokenizer,
-            assistant_tokenizer=assistant_tokenizer,
-            backend=how.backend,
-            exactness=how.exactness,
-            task=task,
-            kv_budget=kv_budget,
-            prefix_cache=prefix_cache,
-            memory=wish,
-            **options,
-        )
+        self.target = language_model(model, "target", how)
+        if tokenizer is None and is_named:  # after the model, whose error gives the reason
+            tokenizer = tokenizer_beside(str(target), sees=self.target.sees, reader=reader, **how.beside)
+        self.tokenizer, self.processor = split_processor(tokenizer)
+        self.memory, self.grammars = wish.make(self.tokenizer), Grammars(self.target.vocab_size)
+        self._drafts = Drafts(self.target, backend=how.backend, memory=self.memory)
+        self._scheduled = ScheduledDraft(self.target, self._drafts.make(draft, self.tokenizer, assistant_tokenizer))
+        wish.check(self.draft)
+        # Where a call has a form and no draft is named, the draft guesses the form's forced tokens; "none" is a name.
+        self._forms = self._scheduled if draft is not None else ScheduledDraft(self.target, FormDraft())
+        self._driver = Driver(Engine(self.target, kv_budget=kv_budget, prefix_cache=self._prefixes))
+        release_helpers()  # loading started OpenMP workers here; decoding may run in another thread
+
+    @classmethod
+    def from_pretrained(cls, target: str | PathLike[str], draft: Any = None, **options: Any) -> SpecGenerator:
+        """`SpecGenerator(target, draft, **options)`, by the name that transformers' users know."""
+        return cls(target, draft, **options)
 
     @property
     def draft(self) -> Draft | None:

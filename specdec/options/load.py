@@ -189,13 +189,6 @@ class Loading:
 NAMES = tuple(field.name for field in fields(Loading))
 
 
-def check_loaded(kind: str, options: Mapping[str, Any]) -> None:
-    """Raises OptionError for options of loading passed to the class `kind`, whose model is loaded already."""
-    loading_options = {*NAMES, "draft_options"} - {"backend", "exactness"}
-    if early := [name for name in options if name in loading_options]:
-        raise OptionError(f"`{early[0]}` is an option of loading: pass it to {kind}.from_pretrained")
-
-
 def split_gguf(source: str) -> tuple[str, str | None]:
     """Folder and name of a GGUF file by its path; any other source unchanged, and None."""
     path = Path(source)

@@ -32,6 +32,7 @@ from specdec.cli.show import Printer
 from specdec.cli.terminal import BROKEN_PIPE, EXAMPLES, Interrupt, loading, notes
 from specdec.errors import LoadError, OptionError, SpecdecError
 from specdec.generator.generation import Event, Generation
+from specdec.generator.memories import MemoryWish
 from specdec.kernels import Lack, build
 from specdec.models import load_model
 from specdec.models.loading.load import save_loaded
@@ -745,7 +746,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     options_of_all = list[dict[str, Any]]()
 
     def spy(self: Any, *models: Any, **options: Any) -> None:
-        options_of_all.append(options)
+        options_of_all.append({**options, "memory": MemoryWish.read(options.get("memory"))})
         raise SpecdecError("enough")
 
     monkeypatch.setattr(SpecGenerator, "__init__", spy)

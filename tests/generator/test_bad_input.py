@@ -387,12 +387,10 @@ def test_models_that_continue_no_text(kind: Any, backend: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [SpecGenerator, Summarizer, Transcriber])
-@pytest.mark.parametrize("option", [{"dtype": "float32"}, {"draft_options": {}}])
-def test_options_of_loading_have_their_place(kind: Any, option: dict[str, Any]) -> None:
-    """Each class names its own. (All named SpecGenerator's.)"""
-    way_out = re.escape(f"`{next(iter(option))}` is an option of loading: pass it to {kind.__name__}.from_pretrained")
-    with pytest.raises(OptionError, match=way_out):
-        kind("some/model", **option)
+def test_a_model_by_name_takes_options_of_loading(kind: Any) -> None:
+    """They were refused, with the advice to call `from_pretrained`."""
+    with pytest.raises(OptionError, match="`dtype` must be"):
+        kind("zoo:speech", dtype="int3")
 
 
 # Every field of transformers' GenerationConfig and every argument of `generate`: what becomes of it, and a call.

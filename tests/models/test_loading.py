@@ -239,7 +239,7 @@ def test_a_loaded_model_takes_no_loading_options() -> None:
         SpecGenerator.from_pretrained("no-such-model", tiny("llama"), draft_options={"dtype": "bfloat16"})
     for given in ({"dtype": "bfloat16"}, {"quantization": "int8-weight"}, {"gguf_file": "model.gguf"}):
         with pytest.raises(OptionError, match=f"`{next(iter(given))}` applies to loading, but the model is loaded al"):
-            SpecGenerator.from_pretrained(tiny("llama"), **given)
+            SpecGenerator(tiny("llama"), "no-such-draft", **given)
 
 
 def test_bitsandbytes_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

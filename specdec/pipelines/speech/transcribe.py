@@ -22,7 +22,6 @@ from specdec.generator.generator import SpecGenerator
 from specdec.models.hf.load_errors import check_folder, explained
 from specdec.options import bundled_models
 from specdec.options.fields import check_whole, is_number
-from specdec.options.load import check_loaded
 from specdec.pipelines.checks import refuse_outputs
 from specdec.pipelines.speech.live import Live
 from specdec.pipelines.speech.recordings import Chunking, Recording, read_chunking
@@ -103,10 +102,9 @@ class Transcriber:
         feature_extractor: Any = None,
         **options: Any,
     ) -> None:
-        if not isinstance(target, SpecGenerator):
-            check_loaded("Transcriber", options)
         if processor is None and isinstance(target, str | PathLike):
-            processor = processor_beside(target)
+            trusted = bool(options.get("trust_remote_code"))
+            processor = processor_beside(target, options.get("revision"), trust_remote_code=trusted)
         tokenizer = tokenizer or getattr(processor, "tokenizer", None) or getattr(target, "tokenizer", None)
         self._extractor: Any = feature_extractor or getattr(processor, "feature_extractor", None)
         if tokenizer is None or self._extractor is None:
@@ -124,13 +122,8 @@ class Transcriber:
 
     @classmethod
     def from_pretrained(cls, target: str | PathLike[str], draft: Any = None, **options: Any) -> Transcriber:
-        """A transcriber with target and draft by id or folder; `options` as in `SpecGenerator.from_pretrained`."""
-        parts = _taken(options, (*_CALL, *NAMES, "processor", "feature_extractor"))
-        if "processor" not in parts:
-            parts["processor"] = processor_beside(
-                target, options.get("revision"), trust_remote_code=bool(options.get("trust_remote_code"))
-            )
-        return cls(SpecGenerator.from_pretrained(str(target), draft, **options), **parts)
+        """`Transcriber(target, draft, **options)`, by the name that transformers' users know."""
+        return cls(target, draft, **options)
 
     def __repr__(self) -> str:
         return f"Transcriber({self.generator.target!r}, draft={self.generator.draft!r})"

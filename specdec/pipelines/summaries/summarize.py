@@ -20,7 +20,7 @@ from specdec.generator.inputs.pictures import chat_ids, has_template
 from specdec.generator.tokenizers import decode, ids_of
 from specdec.options.fields import COPYING, check_whole
 from specdec.options.generate import Options
-from specdec.options.load import AUTO, check_loaded
+from specdec.options.load import AUTO
 from specdec.pipelines.checks import refuse_outputs
 from specdec.pipelines.summaries.chunks import chunked, whole_sentences
 
@@ -111,7 +111,6 @@ class Summarizer:
                 raise OptionError(f"`{idle[0]}` belongs to the SpecGenerator: set it there, or pass the model")
             self.generator = target
         else:
-            check_loaded("Summarizer", options)
             self.generator = SpecGenerator(target, _draft(draft), task=TASK, **options)
         if self.generator.tokenizer is None:
             raise OptionError("a Summarizer reads and writes text: pass `tokenizer=`")
@@ -121,18 +120,9 @@ class Summarizer:
         self._chunk_tokens = chunk_tokens
 
     @classmethod
-    def from_pretrained(
-        cls,
-        target: str,
-        draft: Any = AUTO,
-        *,
-        template: str | None = None,
-        chunk_tokens: int | None = None,
-        **options: Any,
-    ) -> Summarizer:
-        """A summarizer of models by id or path; `options` are those of `SpecGenerator.from_pretrained`."""
-        generator = SpecGenerator.from_pretrained(target, _draft(draft), task=TASK, **options)
-        return cls(generator, template=template, chunk_tokens=chunk_tokens)
+    def from_pretrained(cls, target: str, draft: Any = AUTO, **options: Any) -> Summarizer:
+        """`Summarizer(target, draft, **options)`, by the name that transformers' users know."""
+        return cls(target, draft, **options)
 
     def __call__(self, documents: str | Iterable[str], **options: Any) -> list[Any]:
         """One dict per text, `[{"summary_text": …}]`, also for a single text; `options` are those of `summarize`.
