@@ -1,7 +1,7 @@
 """The layout of packed weights: blocks of 32 outputs, in them chunks of 128 bytes (see linear.cpp).
 
 A packed tensor is `[blocks, chunks, 32, columns of a chunk]`; 4 bits have two columns in a byte, so that the last
-dimension is 4. Of integers with 5 and 6 bits, the upper bits lie apart (`packed_high`).
+dimension is 4. Of integers with 5 and 6 bits, the upper bits lie apart (`high_rows`).
 """
 
 from __future__ import annotations
@@ -40,23 +40,12 @@ def _padded(values: Tensor, multiple: int, aligned: int) -> Tensor:
     return (F.pad(values, padding) if copies else values).contiguous()
 
 
-def packed_high(values: Tensor, bits: int) -> Tensor:
-    """The bits of `values` above the fourth, int32 `[blocks, parts, 32]`: of 32 columns (5 bits) or 16 (6 bits).
-
-    In byte b of a number, bit `extra * i` and `extra` bits from there are those of column b of four columns i, in the
-    order in which chunks hold columns.
-    """
-    extra = bits - 4
-    part = 32 // extra
-    upper = _padded(values, 32, 1).to(torch.int32) >> 4
-    eights = upper.view(-1, BLOCK, upper.shape[1] // part, part // 8, 8)[..., _LOW + _HIGH]
-    fours = eights.view(*eights.shape[:3], part // 4, 4)
-    places = torch.arange(part // 4)[:, None] * extra + torch.arange(4) * 8
-    return (fours << places).sum((3, 4)).to(torch.int32).transpose(1, 2).contiguous()  # bit 31 is the sign
-
-
 def high_rows(high: Tensor, ids: Tensor, columns: int, inputs: int) -> Tensor:
-    """The upper bits `[n, inputs]` of the outputs `ids` `[n]`, as int8."""
+    """The bits above the fourth, int8 `[n, inputs]`, of the outputs `ids` `[n]`.
+
+    `high` is int32 `[blocks, parts, 32]`: of 32 columns (5 bits) or 16 (6 bits). In byte b of a number, bit `extra * i`
+    and `extra` bits from there are those of column b of four columns i, in the order in which chunks hold columns.
+    """
     extra = 32 * high.shape[1] // columns
     part = 32 // extra
     numbers = high.transpose(1, 2)[ids // BLOCK, ids % BLOCK]  # [n, parts]
@@ -86,14 +75,6 @@ def packed_groups(of_groups: Tensor | None) -> Tensor | None:
 def groups_of(packed: Tensor | None, ids: Tensor) -> Tensor | None:
     """Scales or mins `[n, groups]` of the outputs `ids` `[n]`; None stays None."""
     return None if packed is None else packed.transpose(1, 2)[ids // BLOCK, ids % BLOCK]
-
-
-def packed_steps(steps: Tensor | None) -> Tensor | None:
-    """Steps `[outputs, supers, 2]` as `[blocks, supers, 2, 32]`; None stays None."""
-    if steps is None:
-        return None
-    whole = F.pad(steps, (0, 0, 0, 0, 0, -len(steps) % BLOCK))
-    return whole.view(-1, BLOCK, *steps.shape[1:]).permute(0, 2, 3, 1).contiguous()
 
 
 def steps_of(packed: Tensor | None, ids: Tensor) -> Tensor | None:

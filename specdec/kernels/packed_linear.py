@@ -30,11 +30,12 @@ Weight = Tensor | Quantized
 class PackedLinear(nn.Module):
     """A linear layer on the kernels: passes over a few rows read the weight at the speed of the memory.
 
-    `weight` is float32, bfloat16 or `Quantized` `[outputs, inputs]`, `bias` `[outputs]` or None. `kind` is its name in
-    `FLOATS` or "int4" to "int8", `takes` the dtypes of the layer's inputs. Integers are multiplied by inputs that are
-    rounded to 8 bits in groups, if the layer `rounds`. A row's result does not depend, bit for bit, on the rows beside
-    it nor on the number of threads, if `way` is `ops.ALIKE`. By default it may differ where this machine is faster in
-    another way from some number of rows on. `likely`: the outputs that a draft's head computes first (see `ops.dots`).
+    `weight` is float32, bfloat16 or `Quantized` in 4 or 8 bits without steps, `[outputs, inputs]`; `bias` `[outputs]`
+    or None. `kind` is its name in `FLOATS` or "int4" to "int8", `takes` the dtypes of the layer's inputs. Integers are
+    multiplied by inputs that are rounded to 8 bits in groups, if the layer `rounds`. A row's result does not depend,
+    bit for bit, on the rows beside it nor on the number of threads, if `way` is `ops.ALIKE`. By default it may differ
+    where this machine is faster in another way from some number of rows on. `likely`: the outputs that a draft's head
+    computes first (see `ops.dots`).
     """
 
     bias: Tensor | None
@@ -49,16 +50,16 @@ class PackedLinear(nn.Module):
     def __init__(self, weight: Weight, bias: Tensor | None = None, *, rounds: bool = True) -> None:
         super().__init__()
         given = weight if isinstance(weight, Quantized) else Quantized(weight.detach())  # or floats alone
+        assert given.bits in (4, 8), given.bits  # blocks.py packs others, and steps
+        assert given.steps is None
         kind = weight_kind(weight)
         is_float = kind in FLOATS
         stored = FLOATS[kind] if is_float else torch.int8 if given.bits == 8 else torch.uint8
         held = {
             "packed": packed_layout.packed(given.values, stored, 1 if is_float else GROUP),
-            "high": packed_layout.packed_high(given.values, given.bits) if given.bits in (5, 6) else None,
             "factors": given.factors,
             "scales": packed_layout.packed_groups(given.scales),
             "mins": packed_layout.packed_groups(given.mins),
-            "steps": packed_layout.packed_steps(given.steps),
             "levels": given.levels,
             "bias": None if bias is None else bias.detach().float().contiguous(),
         }

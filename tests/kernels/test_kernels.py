@@ -20,6 +20,7 @@ from specdec.kernels import PackedLinear, build, ops, pack, round_weight
 from specdec.kernels.ops import keep_top
 from specdec.kernels.packed_linear import measure_ways
 from specdec.kernels.quantized import Quantized
+from tests.kernels.packing import pack_any
 from tests.kernels.rounding import to_int4, to_int8
 from tests.kernels.test_attention import refused
 from tests.tiny import threads
@@ -373,7 +374,7 @@ def test_integer_products(bits: int, part: int, words: str, dtype: torch.dtype) 
     weights and looked up rows come back exactly."""
     for outputs, inputs in ((40, 512), (65, 256)) if "steps" in words else ((33, 129), (64, 72), (31, 7)):
         weight = integers(bits, part, words, outputs, inputs)
-        layer = pack(weight, numbers(outputs, seed=1))
+        layer = pack_any(weight, numbers(outputs, seed=1))
         expected, ids = weight.weight(), torch.tensor([outputs - 1, 0, 5])
         assert torch.equal(layer.weight(), expected)
         assert torch.equal(layer.rows(ids), expected[ids])
@@ -395,7 +396,7 @@ def test_integer_products(bits: int, part: int, words: str, dtype: torch.dtype) 
 
 @forms
 def test_integer_products_on_any_threads(bits: int, part: int, words: str) -> None:
-    layer, x = pack(integers(bits, part, words, 200, 1024)), numbers(140, 1024, dtype=HALVES)
+    layer, x = pack_any(integers(bits, part, words, 200, 1024)), numbers(140, 1024, dtype=HALVES)
     expected = layer(x)
     for count in (1, 2, 3):
         with threads(count):
@@ -407,7 +408,7 @@ def test_integer_products_on_any_threads(bits: int, part: int, words: str) -> No
 @pytest.mark.parametrize("dtype", [FLOATS, HALVES])
 def test_likely_outputs_first(bits: int, part: int, words: str, dtype: torch.dtype) -> None:
     """A row that one of them is sure for gets -inf for the others; else nothing changes, whatever is beside it."""
-    layer = pack(integers(bits, part, words, 200, 512))
+    layer = pack_any(integers(bits, part, words, 200, 512))
     x = numbers(6, 512) * torch.tensor([0.0, 1e3, 0.0, 1e4, 0.0, 1.0])[:, None]
     whole = layer(x.to(dtype))
     layer.likely = 64
@@ -422,7 +423,7 @@ def test_likely_outputs_first(bits: int, part: int, words: str, dtype: torch.dty
 
 def test_wrong_integers() -> None:
     """The operator refuses what does not fit, before it reads memory that is not there."""
-    layer = pack(integers(5, 32, "mins steps", 40, 256))
+    layer = pack_any(integers(5, 32, "mins steps", 40, 256))
     names = "weight", "high", "factors", "scales", "mins", "steps", "levels"
     held = {"weight": layer.packed} | {name: getattr(layer, name) for name in names[1:]}
     right: dict[str, Any] = {"x": numbers(2, 256), **held, "bias": None, "outputs": 40}
