@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from specdec import kernels
-from specdec.options.versions import commit, versions
+from specdec.options.versions import commit, system_entries, versions
 
 # Parts of processor flags that decide the speed of matrix products.
 _FLAGS = ("avx", "amx", "vnni", "bf16", "fp16", "fma", "f16c", "neon", "asimd", "sve", "i8mm")
@@ -24,10 +24,11 @@ FEWER_THREADS = "OMP_NUM_THREADS=1, or fewer threads than there are free cores, 
 
 def provenance() -> dict[str, Any]:
     """The machine, its load, the versions in use, and the commit of a checkout."""
-    flags = _entry("/proc/cpuinfo", "flags", "Features")
+    entries = system_entries("/proc/cpuinfo")
+    flags = entries.get("flags") or entries.get("Features", "")
     return {
         "time": time.strftime("%Y-%m-%d %H:%M:%S %z"),
-        "processor": _entry("/proc/cpuinfo", "model name") or platform.processor() or platform.machine(),
+        "processor": entries.get("model name") or platform.processor() or platform.machine(),
         "flags": [flag for flag in flags.split() if any(part in flag for part in _FLAGS)],
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
@@ -70,16 +71,6 @@ def waiting_threads() -> str | None:
     )
 
 
-def _entry(file: str, *names: str) -> str:
-    """The first of these entries in a file of the kernel; empty if there is none."""
-    with suppress(OSError):
-        for line in Path(file).read_text().splitlines():
-            key, _, value = line.partition(":")
-            if key.strip() in names:
-                return value.strip()
-    return ""
-
-
 def reset_peak_memory() -> None:
     """Forgets the peak so far."""
     if torch.cuda.is_available():
@@ -93,7 +84,7 @@ def peak_memory() -> int | None:
     """Peak memory in bytes: the accelerator's, else resident; None except on Linux."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
-    peak = _entry("/proc/self/status", "VmHWM")
+    peak = system_entries("/proc/self/status").get("VmHWM")
     return int(peak.split()[0]) * 1024 if peak else None
 
 

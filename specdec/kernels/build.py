@@ -28,6 +28,7 @@ import torch
 from specdec.errors import UnsupportedError
 from specdec.kernels import kept
 from specdec.kernels.kept import Lack
+from specdec.options.versions import system_entries
 
 _log = logging.getLogger(__name__)
 _SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
@@ -116,13 +117,10 @@ def digest() -> str:
 
 def instructions() -> str:
     """The processor's instruction set, as the system reports it: architecture, name and flags."""
-    found = {"machine": platform.machine(), "processor": platform.processor()}
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            name, _, value = line.partition(":")
-            if name.strip() in ("model name", "flags", "Features", "CPU part"):
-                found.setdefault(name.strip(), value.strip())
-    return "\n".join(f"{name}: {value}" for name, value in found.items())
+    names, entries = ("model name", "flags", "Features", "CPU part"), system_entries("/proc/cpuinfo")
+    facts = {"machine": platform.machine(), "processor": platform.processor()}
+    facts |= {name: value for name, value in entries.items() if name in names}
+    return "\n".join(f"{name}: {value}" for name, value in facts.items())
 
 
 def try_again() -> None:

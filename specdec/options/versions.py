@@ -1,4 +1,4 @@
-"""Versions of the software."""
+"""Versions of the software, and what Linux tells about the machine."""
 
 from __future__ import annotations
 
@@ -31,3 +31,13 @@ def commit() -> str | None:
     with suppress(OSError, subprocess.SubprocessError):
         return subprocess.run(command, capture_output=True, check=True, text=True, timeout=10).stdout.strip()
     return None
+
+
+def system_entries(file: str) -> dict[str, str]:
+    """The lines `name: value` of a file in /proc, for each name the first; none on other systems."""
+    entries = dict[str, str]()
+    with suppress(OSError):
+        for line in Path(file).read_text().splitlines():
+            name, _, value = line.partition(":")
+            entries.setdefault(name.strip(), value.strip())
+    return entries

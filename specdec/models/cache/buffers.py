@@ -14,6 +14,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from specdec.models.cache.layout import Layout
 from specdec.models.protocols import Pair, Prefix
+from specdec.options.versions import system_entries
 
 _FIRST_CAPACITY = 128  # tokens
 _LAZY_ROWS, _LAZY_COLUMNS = 16, 4160  # reserved where the system hands out pages on first write
@@ -261,8 +262,6 @@ def free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            fields = dict(line.split(":", 1) for line in file)
-        return 1024 * int(fields["MemAvailable"].split()[0])
-    except (OSError, KeyError, ValueError):
+        return 1024 * int(system_entries("/proc/meminfo")["MemAvailable"].split()[0])
+    except (KeyError, ValueError):
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
