@@ -24,7 +24,7 @@ from specdec.models.hf.derived import on_encoder_of
 from specdec.models.loading.lighten import lightened
 from specdec.options.drafts import ALONE, SPELLINGS, read_draft
 from specdec.options.fields import COPYING, check_whole, is_whole
-from specdec.options.load import AUTO, PASSES, Loading
+from specdec.options.load import AUTO, Loading
 from specdec.proposers import (
     DRAFTS,
     EarlyExitDraft,
@@ -263,27 +263,7 @@ def _draft_model(model: Any, name: str, how: Loading) -> LanguageModel:
             language = LanguageModel(light, backend=how.backend, owned=True)
             language.recut = partial(_draft_model, model, name, how)
             return language
-    return language_model(model, name, replace(how, quantization=None))
-
-
-def language_model(model: Any, name: str, how: Loading) -> LanguageModel:
-    """The model that is the argument `name`, or is loaded by it with `how`.
-
-    Raises OptionError for other types, and for a `LanguageModel` whose backend or exactness `how` contradicts.
-    """
-    model = unwrapped(model, name)
-    if isinstance(model, LanguageModel) and not how.changes.keys() - set(PASSES):
-        for option in PASSES:
-            value, current = getattr(how, option), getattr(model, option)
-            if value not in ("auto", current):
-                raise OptionError(
-                    f"`{option}`={value!r} does not reach a `{name}` that is a LanguageModel in {option} {current!r} "
-                    f"already: make it with LanguageModel(model, {option}={value!r}), or pass the transformers model"
-                )
-        return model
-    if not isinstance(model, str | PathLike | PreTrainedModel | LanguageModel):
-        raise OptionError.of(name, "a transformers model, or a hub id or path", type(model).__name__)
-    return load_model(model, how, name=name)
+    return load_model(model, replace(how, quantization=None), name=name)
 
 
 def loaded(draft: Any, how: Loading, *, name: str = "draft") -> Any:

@@ -23,7 +23,7 @@ from specdec.errors import OptionError
 from specdec.generator.build_request import Call, Extras, ScheduledDraft, methods
 from specdec.generator.checks import check_draft
 from specdec.generator.drafts_by_name import NAMES as DRAFT_NAMES
-from specdec.generator.drafts_by_name import Drafts, language_model, loaded, named_drafts
+from specdec.generator.drafts_by_name import Drafts, loaded, named_drafts
 from specdec.generator.generation import Event, Generation
 from specdec.generator.inputs.pictures import split_processor
 from specdec.generator.inputs.prompts import NAMES as MODEL_INPUTS
@@ -31,7 +31,7 @@ from specdec.generator.inputs.prompts import Prompt, Prompts, beside_inputs, rea
 from specdec.generator.job import Job
 from specdec.generator.memories import MemoryWish
 from specdec.generator.tokenizers import Detokenizer, check_split_rule, check_tokenizer, tokenizer_beside
-from specdec.models import LanguageModel, needs_eyes, plain_modes
+from specdec.models import LanguageModel, load_model, needs_eyes, plain_modes
 from specdec.options.generate import Form, Options, to_list
 from specdec.options.load import Loading
 from specdec.options.resolve import check_defaults, resolve
@@ -91,11 +91,11 @@ class SpecGenerator:
         self._prefixes, self._promised = _prefixes(prefix_cache), prefix_cache is not None
         reader = check_split_rule(target, how) if tokenizer is None else None
         is_named = isinstance(target, str | PathLike)
-        model = target if is_named else language_model(target, "target", how)
+        model = target if is_named else load_model(target, how, name="target")
         unloaded, draft = draft, loaded(draft, how.of_draft(draft_options))
         if draft_options and draft is unloaded:
             raise OptionError("`draft_options` load a draft model, and `draft` names none: leave them out")
-        self.target = language_model(model, "target", how)
+        self.target = load_model(model, how, name="target")
         if tokenizer is None and is_named:  # after the model, whose error gives the reason
             tokenizer = tokenizer_beside(str(target), sees=self.target.sees, reader=reader, **how.beside)
         self.tokenizer, self.processor = split_processor(tokenizer)

@@ -58,9 +58,9 @@ def load_model(
 
     `name` is the caller's word for the argument: "model" and "target" mean a zoo pair's target, other words its draft.
 
-    Raises OptionError for loading options other than `PASSES` with a given model, an unknown `dtype` or device, and
-    sources that do not exist; UnsupportedError if a quantization, backend or exactness is impossible here; LoadError
-    for a broken checkpoint, and if memory or disk run out.
+    Raises OptionError for loading options other than `PASSES` with a given model, and others than a `LanguageModel`
+    has, an unknown `dtype` or device, and sources that do not exist; UnsupportedError if a quantization, backend or
+    exactness is impossible here; LoadError for a broken checkpoint, and if memory or disk run out.
     """
     how, source = how or Loading(), unwrapped(source, name)
     if isinstance(source, LanguageModel | PreTrainedModel):
@@ -69,6 +69,14 @@ def load_model(
                 f"`{names[0]}` applies to loading, but the model is loaded already: change the model instead"
             )
         if isinstance(source, LanguageModel):
+            for option in PASSES:
+                value, current = getattr(how, option), getattr(source, option)
+                if value not in ("auto", current):
+                    raise OptionError(
+                        f"`{option}`={value!r} does not reach a `{name}` that is a LanguageModel in {option} "
+                        f"{current!r} already: make it with LanguageModel(model, {option}={value!r}), or pass the "
+                        "transformers model"
+                    )
             return source
         if (getattr(source, "tp_size", None) or 1) > 1:
             raise UnsupportedError(
