@@ -176,7 +176,7 @@ def weight_of(layer: Any) -> Tensor:
 
 
 def replaced(model: Any, name: str, packed: kernels.PackedLinear, tied: Sequence[str]) -> Callable[[], None]:
-    """Replaces a layer, and embeddings `tied` to its weight, by `packed`; returns the undoing.
+    """Replaces a layer or embedding, and embeddings `tied` to its weight, by `packed`; returns the undoing.
 
     Undone, the layer has the weight that `packed` holds.
     """
@@ -188,7 +188,8 @@ def replaced(model: Any, name: str, packed: kernels.PackedLinear, tied: Sequence
     for place, module in places.items():
         module.weight = None
         scale = getattr(module, "embed_scale", None)
-        model.set_submodule(place, packed if module is layer else PackedEmbedding(packed, dtype, scale))
+        is_table = isinstance(module, nn.Embedding) or scale is not None
+        model.set_submodule(place, PackedEmbedding(packed, dtype, scale) if is_table else packed)
 
     def undo() -> None:
         weight = packed.weight().to(dtype)

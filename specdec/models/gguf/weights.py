@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from specdec import kernels
 from specdec.errors import LoadError
 from specdec.models.backends.experts import expert_stacks, router_stacks
-from specdec.models.backends.packed_layers import PackedEmbedding, without_saving
+from specdec.models.backends.packed_layers import replaced, without_saving
 from specdec.models.gguf.config import model_class
 from specdec.models.gguf.experts import NUMBERS, packed_blocks, packed_numbers, pieces_of_experts
 from specdec.models.gguf.reader import GgufReader, StoredTensor, floats
@@ -131,12 +131,8 @@ def put_packed(model: Any, packed: dict[str, kernels.PackedLinear]) -> None:
         if stack := stacks.get(name):
             stack.put(layer)
             continue
-        weight = model.get_parameter(name)
-        for place in [tied.rpartition(".")[0] for tied in names[id(weight)]]:
-            owner = model.get_submodule(place)
-            is_table = isinstance(owner, nn.Embedding)
-            table = PackedEmbedding(layer, weight.dtype, getattr(owner, "embed_scale", None)) if is_table else layer
-            model.set_submodule(place, table)
+        first, *tied = (place.rpartition(".")[0] for place in names[id(model.get_parameter(name))])
+        replaced(model, first, layer, tied)
     if packed:
         without_saving(model)
 
