@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,7 +19,6 @@ from specdec.options.generate import to_list
 from specdec.pipelines import Summarizer, Transcriber
 from specdec.pipelines.summaries.summarize import TASK
 
-_NEW_TOKENS = 128  # the default limit of summaries
 _KV_SHARE = 0.5  # share of the free memory
 Fields = Mapping[str, Any]
 INPUTS = {"generate": "prompt", "chat": "messages", "summarize": "text", "transcribe": "audio", "openai": "body"}
@@ -106,15 +105,12 @@ class SummarizeTask(Task):
     """Summarizes texts of any length."""
 
     def __init__(self, spec: BatchSpec) -> None:
-        generator = load_generator(spec, task=TASK)
-        limits = generator.options(**spec.options)
-        unlimited = limits.max_new_tokens is None and limits.max_length is None
-        self._limit = {"max_new_tokens": _NEW_TOKENS} if unlimited else {}
-        self._spec, self._summarizer = spec, Summarizer(generator, **spec.more)
+        self._summarizer = Summarizer(load_generator(spec, task=TASK), **spec.more)
+        self._spec = replace(spec, options=self._summarizer.limited(spec.options))
 
     def answer(self, fields: Fields, seed: int) -> tuple[dict[str, Any], Stats]:
         text = read_field(fields, self._spec.input, str)
-        summaries = self._summarizer.summarize([text], **{**self._limit, **row_options(self._spec, fields, seed)})
+        summaries = self._summarizer.summarize([text], **row_options(self._spec, fields, seed))
         [summary], stats = summaries.documents, summaries.stats
         usage = {"completion_tokens": stats.num_new_tokens}
         return result(summary.texts, summary.finish_reasons, usage), stats

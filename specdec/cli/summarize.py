@@ -3,31 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import typer
 from typer import Argument, Option
 
 from specdec.cli import flags
-from specdec.cli.request import (
-    DEFAULT_NEW_TOKENS,
-    STDIN,
-    CommandRequest,
-    files_among,
-    load_with_spinner,
-    read_request,
-    read_text,
-)
+from specdec.cli.request import DEFAULT_NEW_TOKENS, STDIN, files_among, load_with_spinner, read_request, read_text
 from specdec.cli.show import print_text, report, show_stats
 from specdec.cli.terminal import FAILED, INTERRUPTED, OK, Bar, fail, say
 from specdec.core.stats import Stats, total
 from specdec.errors import OptionError
 from specdec.options import bundled_models
-
-if TYPE_CHECKING:
-    from specdec.pipelines import Summarizer
-
 
 TEXTS = ("txt", "md", "rst")
 ZOO = "zoo:python-summary"
@@ -60,7 +49,7 @@ def summarize(
 
     Files that cannot be read are reported on stderr; the others are summarized, and the exit code is 1.
     """
-    from specdec.pipelines.summaries.summarize import batch_seeds
+    from specdec.pipelines.summaries.summarize import TASK, Summarizer, batch_seeds
 
     if demo and files:
         raise OptionError("--demo has its own texts: leave out the files, or --demo")
@@ -70,10 +59,12 @@ def summarize(
         raise OptionError("no file was named: pass FILE, - to read stdin, or --demo for bundled texts")
     names = files_among(files or [], TEXTS)
     texts = bundled_models.functions() if demo else read_text_files(names)
-    summarizer = make(request, template=template, chunk_tokens=chunk_tokens)
+    generator = load_with_spinner(request, task=TASK)
+    summarizer = Summarizer(generator, template=template, chunk_tokens=chunk_tokens)
+    request = replace(request, options=summarizer.limited(request.options))
     options, code = {**request.options, "truncation": truncate}, OK if len(texts) >= len(names) else FAILED
     documents, counts, bar, all_names = list[dict[str, Any]](), list[Stats](), Bar(), list(texts)
-    seeds = batch_seeds(summarizer.generator.options(**request.options), len(texts)) or []
+    seeds = batch_seeds(generator.options(**request.options), len(texts)) or []
     rows = len(seeds) // max(len(texts), 1)  # for each text
     try:
         for first in range(0, len(texts), batch_size):
@@ -118,14 +109,3 @@ def read_text_files(names: Sequence[str]) -> dict[str, str]:
                 raise
             fail(f"error: {error}", FAILED)
     return texts
-
-
-def make(request: CommandRequest, **how: Any) -> Summarizer:
-    """The summarizer of a request, with a length limit."""
-    from specdec.pipelines.summaries.summarize import TASK, Summarizer
-
-    generator = load_with_spinner(request, task=TASK)
-    limits = generator.options(**request.options)
-    if limits.max_new_tokens is None and limits.max_length is None:
-        request.options["max_new_tokens"] = DEFAULT_NEW_TOKENS
-    return Summarizer(generator, **how)

@@ -25,6 +25,7 @@ from specdec.pipelines.checks import refuse_outputs
 from specdec.pipelines.summaries.chunks import chunked, whole_sentences
 
 BATCH = 8  # prompts decoded together
+NEW_TOKENS = 128  # the length limit of programs, for checkpoints without one
 TASK = "summarization"
 PLACE, WORDS = "{text}", "{words}"
 INSTRUCTION = f"Summarize the following text in at most {WORDS} words.\n\n{PLACE}"
@@ -123,6 +124,12 @@ class Summarizer:
     def from_pretrained(cls, target: str, draft: Any = AUTO, **options: Any) -> Summarizer:
         """`Summarizer(target, draft, **options)`, by the name that transformers' users know."""
         return cls(target, draft, **options)
+
+    def limited(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """The options of a call, with a limit of 128 new tokens unless they or the checkpoint have a limit."""
+        limits = self.generator.options(**options)
+        has_limit = limits.max_new_tokens is not None or limits.max_length is not None
+        return {**options} if has_limit else {"max_new_tokens": NEW_TOKENS, **options}
 
     def __call__(self, documents: str | Iterable[str], **options: Any) -> list[Any]:
         """One dict per text, `[{"summary_text": …}]`, also for a single text; `options` are those of `summarize`.
