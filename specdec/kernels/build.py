@@ -100,10 +100,8 @@ def _library() -> Path:
 
 def folder() -> Path:
     """The folder of libraries; raises Lack."""
-    if named := os.environ.get(_FOLDER):
-        return Path(named)
     try:
-        return kept.cache_folder() / "kernels"
+        return kept.cache_folder("kernels", _FOLDER)
     except RuntimeError:
         raise Lack("there is no home folder to keep them in", f"name one in {_FOLDER}") from None
 

@@ -11,8 +11,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-from specdec.errors import UnsupportedError
-
 _DAY = 24 * 3600  # seconds until what failed is tried again, as libraries may have been repaired
 
 
@@ -24,9 +22,13 @@ class Lack(Exception):
         self.reason, self.way_out = reason, way_out
 
 
-def cache_folder() -> Path:
-    """`specdec` in `$XDG_CACHE_HOME`, by default `~/.cache`; raises RuntimeError without a home folder."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specdec"
+def cache_folder(name: str, variable: str) -> Path:
+    """The folder in environment `variable`, by default `specdec/NAME` in `$XDG_CACHE_HOME`, by default `~/.cache`.
+
+    Raises RuntimeError without a home folder.
+    """
+    default = os.environ.get("XDG_CACHE_HOME")
+    return Path(os.environ.get(variable) or Path(default or Path.home() / ".cache") / "specdec" / name)
 
 
 def failure(file: Path) -> list[str]:
@@ -88,14 +90,6 @@ def unwritable(folder: Path, variable: str, error: OSError) -> Lack:
     """A Lack for `error`, raised by writing to the folder that environment `variable` names."""
     why = error.strerror or str(error)
     return Lack(f"{folder} cannot be written to ({why})", f"change that, or name another folder in {variable}")
-
-
-def number(variable: str, default: int) -> int:
-    """The number of bytes that an environment variable sets; raises UnsupportedError if that is none."""
-    named = os.environ.get(variable) or str(default)
-    if not named.isdecimal():
-        raise UnsupportedError(f"{variable} must be a number of bytes, got {named!r}: correct or unset it")
-    return int(named)
 
 
 def size(folder: Path) -> int:

@@ -20,9 +20,10 @@ import torch
 import transformers
 
 from specdec import __version__
-from specdec.kernels.kept import cache_folder
+from specdec.kernels.kept import cache_folder, unwritable
 
 _log = logging.getLogger(__name__)
+_FOLDER = "SPECDEC_PROBES"
 _TRYING = threading.Lock()
 _found: dict[str, bool] = {}
 
@@ -53,7 +54,7 @@ def _marker(what: str) -> Path | None:
 def probe_folder() -> Path | None:
     """The folder of all results; None without a home folder."""
     with suppress(RuntimeError):
-        return Path(os.environ.get("SPECDEC_PROBES") or cache_folder() / "probes")
+        return cache_folder("probes", _FOLDER)
     return None
 
 
@@ -62,10 +63,9 @@ def _mark(marker: Path, what: str) -> None:
         marker.parent.mkdir(parents=True, exist_ok=True)
         marker.write_text(what, "utf-8")
     except OSError as error:  # the next process repeats the trial
-        _warn(f"{marker.parent} cannot be written to ({error.strerror or error})")
+        _warn(str(unwritable(marker.parent, _FOLDER, error)))
 
 
 @cache
-def _warn(reason: str) -> None:
-    way_out = "change that, or name another folder in SPECDEC_PROBES"
-    _log.warning("results of trials are not kept, so every load takes longer: %s: %s", reason, way_out)
+def _warn(lack: str) -> None:
+    _log.warning("results of trials are not kept, so every load takes longer: %s", lack)

@@ -168,11 +168,11 @@ def packed_weights() -> str:
 
 def _most() -> int:
     """Bytes that all folders may take; 0 if the variable is no number, which the log says."""
-    try:
-        return kept.number(_BYTES, _MOST)
-    except UnsupportedError as error:
-        _log.warning("packed weights are not kept: %s", error)
-        return 0
+    named = os.environ.get(_BYTES) or str(_MOST)
+    if not named.isdecimal():
+        message = "packed weights are not kept: %s must be a number of bytes, got %r: correct or unset it"
+        _log.warning(message, _BYTES, named)
+    return int(named) if named.isdecimal() else 0
 
 
 def _root() -> Path:
