@@ -198,8 +198,8 @@ def test_a_draft_has_its_own_options(tmp_path: Path) -> None:
     assert not any(p.is_meta or p.dtype == torch.int8 for p in held)
     own = {"dtype": "float32", "quantization": "int8-weight"}
     generator = SpecGenerator.from_pretrained(target, f"suffix+{draft}", dtype="bfloat16", draft_options=own)
-    assert generator.draft.model.model.dtype == torch.float32
-    assert any(p.dtype == torch.int8 for p in generator.draft.model.model.model.buffers())
+    assert generator.draft.inner.model.dtype == torch.float32
+    assert any(p.dtype == torch.int8 for p in generator.draft.inner.model.model.buffers())
     assert not any(p.dtype == torch.int8 for p in generator.target.model.buffers())
 
 
