@@ -122,7 +122,7 @@ class Engine:
         """The proposals by sequence id, for texts with a token; of prompts, where this pass reads them to the end."""
         ready = [seq for seq in seqs if seq.tokens]
         if parts is not None:
-            ready = [seq for seq in ready if parts[seq] is None and not self.scheduler.sees(seq)]
+            ready = [seq for seq in ready if parts[seq] is None and not self.scheduler.has_unread_pictures(seq)]
         return self.drafts.propose(ready, self.scheduler.catch_up, reading=parts is not None)
 
     def _run(self, seqs: Sequence[RunningSequence], proposals: dict[int, Tree], parts: Parts) -> list[Outcome]:

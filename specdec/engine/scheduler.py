@@ -109,7 +109,7 @@ class Scheduler:
             if (self._requests[seq.id].traced, self._requests[seq.id].prefill_chunk)
             == (request.traced, request.prefill_chunk)
         ]
-        seeing = next((i for i, seq in enumerate(alike) if self.sees(seq)), len(alike))
+        seeing = next((i for i, seq in enumerate(alike) if self.has_unread_pictures(seq)), len(alike))
         if not seeing:
             return alike[:1]  # an error in a pass over pictures is one of its request alone
         return _batch([(seq, max(map(self.unread, seq.batch_seqs))) for seq in alike[:seeing]], chunk)
@@ -120,7 +120,7 @@ class Scheduler:
         Where copies wait for this prompt, its last token is left for a later pass, which they share.
         """
         unread = max(map(self.unread, seq.batch_seqs))
-        if seq.pictures is not None and self.sees(seq):
+        if seq.pictures is not None and self.has_unread_pictures(seq):
             return seq.pictures.length == unread
         return unread <= chunk and (unread <= 1 or not self._copies[seq.task.source])
 
@@ -154,7 +154,7 @@ class Scheduler:
         """Positions of the sequence's text that are not in the cache."""
         return seq.length - self.session.length(seq.cache_row)
 
-    def sees(self, seq: RunningSequence) -> bool:
+    def has_unread_pictures(self, seq: RunningSequence) -> bool:
         """Whether the next pass over the sequence reads its pictures."""
         return seq.pictures is not None and not self.session.length(seq.cache_row)
 

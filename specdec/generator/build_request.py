@@ -77,7 +77,7 @@ class Extras:
 class ScheduledDraft:
     """A draft of one target, and its schedules that learn, by kind, `Options.family` and number of draft tokens.
 
-    `keep` saves what they learned for the next program; so does the end of the draft's use.
+    `save_learned` saves what they learned for the next program; so does the end of the draft's use.
     """
 
     target: LanguageModel
@@ -87,8 +87,8 @@ class ScheduledDraft:
     _lock: Any = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
-        self.keep = partial(kept_costs.write_costs, self._last, kept_costs.odds_of(self.draft))
-        weakref.finalize(self, self.keep)
+        self.save_learned = partial(kept_costs.write_costs, self._last, kept_costs.odds_of(self.draft))
+        weakref.finalize(self, self.save_learned)
 
     @property
     def models(self) -> Sequence[LanguageModel]:

@@ -104,7 +104,7 @@ class SpecGenerator:
         self._scheduled = ScheduledDraft(self.target, self._drafts.make(draft, self.tokenizer, assistant_tokenizer))
         wish.check(self.draft)
         # Where a call has a form and no draft is named, the draft guesses the form's forced tokens; "none" is a name.
-        self._forms = self._scheduled if draft is not None else ScheduledDraft(self.target, FormDraft())
+        self._form_draft = self._scheduled if draft is not None else ScheduledDraft(self.target, FormDraft())
         self._driver = Driver(Engine(self.target, kv_budget=kv_budget, prefix_cache=self._prefixes))
         release_helpers()  # loading started OpenMP workers here; decoding may run in another thread
 
@@ -132,8 +132,8 @@ class SpecGenerator:
         try:
             self._driver.close()
         finally:
-            for scheduled in (self._scheduled, self._forms, *self._drafts.of_calls):
-                scheduled.keep()
+            for scheduled in (self._scheduled, self._form_draft, *self._drafts.of_calls):
+                scheduled.save_learned()
         if self.memory is not None:
             self.memory.forget()
 
@@ -231,7 +231,7 @@ class SpecGenerator:
             check_draft(scheduled.draft, options, fields, extras.prediction, named=bool(names))
             forces = options.form or any(methods(extras.logits_processor, "forced"))
             if forces and not names and not (options.needs_q or options.penalty_alpha or options.output_attentions):
-                scheduled = self._forms
+                scheduled = self._form_draft
             draft, models = scheduled.draft, scheduled.models
             self.target.check_unchanged("target")
             for model in models:
@@ -281,7 +281,7 @@ class SpecGenerator:
         if any(row.pictures is not None and needs_eyes(row.pictures) for row in prompts.rows):
             for model in draft_models:
                 if model.sees:
-                    model.see()
+                    model.load_media_modules()
         if extras.prediction is not None:
             prompts = with_predictions(prompts, extras.prediction, self.target, extras.tokenizer)
         return prompts

@@ -270,10 +270,10 @@ class LanguageModel:
         )
         cut.is_owned, cut.recut = self.is_owned, None if self.is_owned else partial(self.early_exit, layers)
         if self.unread is not None:
-            cut.unread = self.see
+            cut.unread = self.load_media_modules
         return cut
 
-    def see(self) -> Mapping[str, nn.Module]:
+    def load_media_modules(self) -> Mapping[str, nn.Module]:
         """The modules that read pictures; loads them if they were left out, as long as nobody needed them."""
         with _SEEING:
             if self.unread is not None:
@@ -412,7 +412,7 @@ class LanguageModel:
         return decoder_of(self.model)
 
     @property
-    def keeps(self) -> str | None:
+    def logits_argument(self) -> str | None:
         """The argument that says which logits a pass returns; None for models that return all."""
         name = "logits_to_keep"
         return next((one for one in (name, self.prefix + name) if one in self.input_names), None)

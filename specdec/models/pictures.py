@@ -128,7 +128,7 @@ def read_pictures(
         reason = language.capability.reason or "it reads its text again where its scaling changes"
         raise UnsupportedError(f"{type(language.model).__name__} runs here on text alone ({reason})")
     if any(map(needs_eyes, read)):
-        language.see()
+        language.load_media_modules()
     return read
 
 

@@ -263,7 +263,10 @@ def test_drafts_of_calls_are_kept_when_the_generator_closes(folder: Path, folder
     """Only the generator's own draft was."""
     with SpecGenerator.from_pretrained(folders[0], dtype="float32") as first:
         first.generate(PROMPT, **CALL, prompt_lookup_num_tokens=3)
-        first._forms._last["form"] = folder / "form-form.json", next(iter(first._drafts.of_calls[0]._last.values()))[1]
+        first._form_draft._last["form"] = (
+            folder / "form-form.json",
+            next(iter(first._drafts.of_calls[0]._last.values()))[1],
+        )
     assert len(list(folder.iterdir())) == 2
 
 

@@ -64,7 +64,7 @@ class KvSession(KvCache):
         for row, work in zip(rows, works, strict=True):
             row.tree = work.tree
             if work.pictures is not None:
-                found[work.row] = self._padded.see(row, work, extras)
+                found[work.row] = self._padded.run_with_pictures(row, work, extras)
             elif work.num_new:
                 row.columns.begin(work)
                 new[row.index] = RowNodes(row.index, row.columns, work)

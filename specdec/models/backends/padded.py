@@ -33,7 +33,7 @@ class PaddedPasses:
 
     def __init__(self, language: ModelSpec, cache: KvCache) -> None:
         self._language, self._cache = language, cache
-        self._keeps = language.keeps
+        self._logits_argument = language.logits_argument
 
     def chain(self, row: CacheRow, work: Work) -> Logits:
         """The pass of one row over a chain after its text, which needs no layout."""
@@ -46,22 +46,22 @@ class PaddedPasses:
         if self._language.sees:
             begin = row.columns.base + row.columns.shift
             inputs["position_ids"] = torch.arange(begin, begin + len(work.tree), device=self._language.device)[None]
-        if self._keeps:
-            inputs[self._keeps] = work.num_logits or 1
+        if self._logits_argument:
+            inputs[self._logits_argument] = work.num_logits or 1
         with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
             logits = self._language.model(**inputs).logits[0]
         self._cache.passes += 1
         more = logits.shape[0] - work.num_logits
         return Logits(work, logits[more:] if more else logits, passes=(self._cache.passes,))
 
-    def see(self, row: CacheRow, work: Work, extras: dict[str, Any]) -> Logits:
+    def run_with_pictures(self, row: CacheRow, work: Work, extras: dict[str, Any]) -> Logits:
         """The pass over the beginning of one row's text with its pictures, by the model's own masks and positions."""
         pictures = work.pictures
         assert pictures is not None
         assert pictures.length == work.num_new
         row.columns.shift = pictures.shift
         self._cache.buffers.point(row.index, 0, pictures.length)
-        kept = {self._keeps: 1} if self._keeps else {}
+        kept = {self._logits_argument: 1} if self._logits_argument else {}
         output = self._language.model(**pictures.inputs, **{CACHE: self._cache.buffers}, **_OPTIONS, **extras, **kept)
         self._cache.passes += 1
         states = tuple(None if layer is None else layer[0] for layer in returned(output, "hidden_states")) or None
@@ -127,12 +127,12 @@ class PaddedPasses:
         if cross is not None:
             inputs |= cross.inputs(first, first + len(works), self._cache.buffers)
         nodes = list(range(layout.nodes))
-        if self._keeps:
+        if self._logits_argument:
             sizes = {(work.num_new - work.num_logits, work.num_new) for work in works}
             # those with logits of some row; never none, as transformers takes 0 for all
             nodes = sorted({node for begin, end in sizes for node in range(begin, end)}) or [layout.nodes - 1]
             is_end = nodes[0] == layout.nodes - len(nodes)
-            inputs[self._keeps] = len(nodes) if is_end else torch.tensor(nodes, device=self._language.device)
+            inputs[self._logits_argument] = len(nodes) if is_end else torch.tensor(nodes, device=self._language.device)
         output = self._run(inputs, layout)
         self._cache.passes += 1
         found: dict[int, Logits] = {}

@@ -149,7 +149,11 @@ class RaggedModel(nn.Module):
         self.kinds = [kind.name for kind in capability.kinds] if capability.masks == "dict" else []
         self.has_encoder, self.reads_embeds = language.is_encoder_decoder, capability.inputs == "embeds"
         self._places = capability.places
-        self._keeps, self._style, self.prefix = language.keeps, capability.positions, language.prefix
+        self._logits_argument, self._style, self.prefix = (
+            language.logits_argument,
+            capability.positions,
+            language.prefix,
+        )
         self._source_width = source_width(self.model) if self.has_encoder else 0
 
     def forward(self, *given: Any) -> tuple[Tensor, ...]:
@@ -173,8 +177,8 @@ class RaggedModel(nn.Module):
         }
         if self._style == "ids":
             inputs[self.prefix + "position_ids"] = self._places(given.ids, given.positions)
-        if self._keeps is not None:
-            inputs[self._keeps] = given.kept
+        if self._logits_argument is not None:
+            inputs[self._logits_argument] = given.kept
         if given.frames:
             projected = Cache(layers=[Frames(*pair) for pair in given.frames])
             inputs[CACHE] = EncoderDecoderCache(text, projected)
@@ -184,7 +188,7 @@ class RaggedModel(nn.Module):
         even = EvenSigmoid() if self._even else nullcontext()
         with _seeing(given.encoders[0] if given.encoders else None), self._looked_up(given.positions), even:
             output = self.model(**inputs, output_hidden_states=hidden_states_of(layers))
-        logits = output.logits if self._keeps else output.logits[:, given.kept]
+        logits = output.logits if self._logits_argument else output.logits[:, given.kept]
         return logits, returned(output, "hidden_states")
 
     def inputs(self, ids: Tensor) -> Tensor:

@@ -277,7 +277,7 @@ class ReplaySession(Session):
 
     def _pass(self, row: _Row, tokens: list[int], kept: int, extras: dict[str, Any]) -> dict[str, Any]:
         inputs, spans = self._inputs(row, tokens) | extras, None
-        if (name := self._language.keeps) is not None:
+        if (name := self._language.logits_argument) is not None:
             inputs[name] = kept
         if self._language.capability.boundary is not None:  # lengths of the text when plain decoding read each token
             at = torch.arange(row.num_cached + 1, row.num_cached + len(tokens) + 1)
