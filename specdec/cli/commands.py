@@ -52,6 +52,16 @@ from specdec.cli.transcribe import transcribe
 from specdec.errors import OptionError, SpecdecError
 from specdec.options.fields import SAMPLING
 
+LLAMA_CPP = {
+    **dict.fromkeys(("-m", "--model"), "the model is the first argument, TARGET"),
+    **dict.fromkeys(("-md", "--model-draft"), "--draft FILE"),
+    **dict.fromkeys(("-c", "--ctx-size"), "--context N of serve; elsewhere memory grows with the text"),
+    **dict.fromkeys(("-t", "--threads"), "OMP_NUM_THREADS=N before the command"),
+    **dict.fromkeys(("-ngl", "--n-gpu-layers"), "--device-map cuda, for all layers"),
+    **{"-p": "-p of generate", "-f": '-p "$(cat FILE)" of generate', "-sys": "--system TEXT of generate"},
+}
+"""What llama.cpp's flags are here, for those who pass them to a command that lacks them."""
+
 app = typer.Typer(
     pretty_exceptions_enable=False, rich_markup_mode=None, help="Speculative decoding: the same text in fewer passes."
 )
@@ -91,11 +101,20 @@ def run_command(arguments: Sequence[str]) -> int:
                 traceback.print_exc()
             parsers = getattr(error, "format_message", None)  # errors of the parser have it
             message = str(error) if parsers is None else parsers().replace("Value error, ", "")  # pydantic's
+            if llama := _llama_cpp(arguments, error):
+                message = f"No such option: {llama}. In its place: {LLAMA_CPP[llama]}"
             if parsers is not None or isinstance(error, OptionError):
                 return fail(f"error: {message}", USAGE)
             if not isinstance(error, SpecdecError):
                 message = f"{type(error).__name__}: {message} (--debug shows where)"
             return fail(f"error: {message}", FAILED)
+
+
+def _llama_cpp(arguments: Sequence[str], error: Exception) -> str | None:
+    """The first flag of llama.cpp that the command of the parser's error lacks; the parser may read -ngl as -n gl."""
+    params = [] if (ctx := getattr(error, "ctx", None)) is None else ctx.command.params
+    flags = {flag for param in params for flag in param.opts}
+    return next((word for word in arguments if flags and word in LLAMA_CPP and word not in flags), None)
 
 
 def _show_warning() -> Any:

@@ -186,6 +186,13 @@ USAGE_ERRORS = {
     "generate t -p 'x\udcff'": "the prompt is not text in UTF-8",
     "demo --max-new-tokens 0": "--max-new-tokens",
     "nonsense": "nonsense",
+    "generate -m FILE": "No such option: -m. In its place: the model is the first argument",
+    "generate t -p x -md FILE": "No such option: -md. In its place: --draft FILE",
+    "generate t -p x -ngl 99": "No such option: -ngl. In its place: --device-map cuda",
+    "generate t -p x -c 4096": "No such option: -c. In its place: --context N of serve",
+    "serve t -t 4": "No such option: -t. In its place: OMP_NUM_THREADS=N before",
+    "serve t -p x": "No such option: -p. In its place: -p of generate",
+    "batch a b --model t --temperature many": "--temperature",
 }
 FLAG_ERRORS = {
     "--nonsense": "--nonsense",
