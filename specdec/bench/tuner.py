@@ -34,6 +34,7 @@ _FEW = 8  # tokens that say how fast an answer is
 _LARGE = 2**27  # bytes of weights: rounding smaller models gains little and hurts them more
 _ROUNDING = 1.5  # times as long as reading weights takes reading and rounding them
 _FASTER = 0.97  # of a time, at most: what is nearer is noise
+_LATE = "not measured: too few tokens came in time; pass more --seconds"
 _QUESTION = "Why do people in cold countries put salt on roads, and when does it not help? Answer in a few sentences."
 _EDIT = """Rename `values` to `numbers` in this function, and write all of it:
 
@@ -116,11 +117,15 @@ class Trial:
 
 @dataclass(frozen=True)
 class Skipped:
-    """What was not measured in a mode, and why; `failed`: its models cannot be loaded, or do not run."""
+    """What was not measured in a mode, and why; `failed`: its models cannot be loaded, or do not run.
+
+    `draft`: the draft that was not measured, None for all.
+    """
 
     mode: Mode
     why: str
     failed: bool = False
+    draft: str | None = None
 
 
 def _pass_seconds(answers: Mapping[int, TimedAnswer]) -> float:
@@ -204,7 +209,7 @@ class Tuner:
     """Measures `drafts` with the target in `mode`, then in further modes as far as the time until `deadline` allows.
 
     The deadline is one of `clock`. Loading counts. Every draft of a mode answers the same prompts in turn, greedily,
-    for equally many seconds. Of the first mode each draft answers the first prompt in a few words, however late it is.
+    for equally many seconds; a draft whose answer does not begin before the deadline is not measured.
     `report(done, total, doing)` hears of seconds.
     """
 
@@ -222,6 +227,7 @@ class Tuner:
 
     def __post_init__(self) -> None:
         self._began = self.clock()
+        self.watch.look()
 
     def run(self) -> Iterator[SpecGenerator | Trial | Skipped]:
         """Yields a generator with the last draft once it is loaded, then what was measured and what was not."""
@@ -247,12 +253,16 @@ class Tuner:
 
     def _lack(self) -> str | None:
         """Why another mode is not tried."""
-        left, seconds = self.deadline - self.clock(), self._loading + self._lap
+        left, seconds = self._left(), self._loading + self._lap
         if left < seconds:
             return f"not tried: it takes about {seconds:.0f} s, and {max(left, 0):.0f} s are left (--seconds)"
         free = free_bytes(torch.device("cpu"))
         size, room = (f"{number / 2**30:.1f} GiB" for number in (self._bytes, free))
         return f"not tried: loading it takes {size}, and {room} are free" if self._bytes > free else None
+
+    def _left(self) -> float:
+        """Seconds until the deadline."""
+        return self.deadline - self.clock()
 
     def _say(self, doing: str) -> None:
         total = max(self.deadline - self._began, 1e-9)
@@ -262,6 +272,9 @@ class Tuner:
         """All drafts of a mode, before `more` modes."""
         generators, errors = dict[str, SpecGenerator](), list[str]()
         for draft in self.drafts:
+            if self._left() <= 0 and read_draft(draft).model is not None:
+                yield Skipped(mode, _LATE, draft=draft)
+                continue
             if draft != NONE:
                 self._say(f"loading the draft {draft}")
             try:
@@ -281,34 +294,42 @@ class Tuner:
             for generator in generators.values():
                 generator.close()
 
-    def _trials(self, mode: Mode, generators: Mapping[str, SpecGenerator], more: int) -> Iterator[Trial]:
+    def _trials(self, mode: Mode, generators: Mapping[str, SpecGenerator], more: int) -> Iterator[Trial | Skipped]:
         """As many laps over the prompts as fit."""
         calls = prompts_for(generators[NONE], self.prompts)
-        late = self.clock() >= self.deadline
-        for generator in () if late else generators.values():  # first passes are slow
-            generator.generate("def", do_sample=False, max_new_tokens=_FEW // 2)
-        first = self._answer(generators[NONE], calls[0], _FEW, None)
-        self._lap = max(first.seconds * len(generators), 1e-9)
-        now, seconds = self.clock(), self._share(more)
-        laps = min(max(int(seconds / self._lap), 1), len(calls))
+        for draft, generator in generators.items():  # first passes are slow
+            if (left := self._left()) > 0:
+                self._say(f"{mode.label}, draft {draft}, first passes")
+                most = left / (4 * len(generators))
+                generator.generate("def", do_sample=False, max_new_tokens=_FEW // 2, max_time=most)
         answers: dict[str, dict[int, TimedAnswer]] = {draft: {} for draft in generators}
-        for number, call in enumerate(calls[:laps]):
-            for place, (draft, generator) in enumerate(generators.items()):
+        if (left := self._left()) > 0:
+            self._say(f"{mode.label}, a first answer")
+            first = self._answer(generators[NONE], calls[0], _FEW, left / 4)
+            self._lap = max(first.seconds * len(generators), 1e-9)
+            now, seconds = self.clock(), self._share(more)
+            laps = min(max(int(seconds / self._lap), 1), len(calls))
+            turns = [(number, draft) for number in range(laps) for draft in generators]
+            for turn, (number, draft) in enumerate(turns):
+                left = now + seconds - self.clock()
+                if self._left() <= 0 or (left <= 0 and number and draft == NONE):
+                    break
                 self._say(f"{mode.label}, draft {draft}, prompt {number + 1} of {laps}")
-                left = (laps - number) * len(generators) - place
-                most = max((now + seconds - self.clock()) / left, first.seconds)
                 self.watch.look()
-                answers[draft][number] = self._answer(generator, call, _TOKENS, most)
-            if self.clock() >= now + seconds:
-                break
-        whole = [at for at in answers[NONE] if all(some[at].ms is not None for some in answers.values())]
-        for draft, some in answers.items() if whole else ():
-            yield _cut(Trial(mode, draft, some, answers[NONE], generators[NONE].target.exactness), whole)
+                most = min(max(left / (len(turns) - turn), first.seconds), self._left())
+                answers[draft][number] = self._answer(generators[draft], calls[number], _TOKENS, most)
+        ms = {draft: {at: one.ms for at, one in some.items() if one.ms} for draft, some in answers.items()}
+        whole = [at for at in ms[NONE] if all(at in some for some in ms.values() if some)]
+        for draft, some in answers.items():
+            if whole and ms[draft]:
+                yield _cut(Trial(mode, draft, some, answers[NONE], generators[NONE].target.exactness), whole)
+            else:
+                yield Skipped(mode, _LATE, draft=draft)
 
     def _share(self, more: int) -> float:
         """Seconds for the answers of this mode: of further ones, as many are left time for as leave a lap each."""
         for count in range(more, -1, -1):
-            seconds = (self.deadline - self.clock() - count * self._loading) / (count + 1)
+            seconds = (self._left() - count * self._loading) / (count + 1)
             if seconds >= self._lap:
                 break
         return seconds

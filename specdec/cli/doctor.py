@@ -188,9 +188,9 @@ def tune(request: CommandRequest, prompts: str | None, deadline: float) -> Itera
     """Tries the target with its drafts, then in fewer bits, until the deadline; the best command, and why."""
     from specdec.bench.machine import waiting_threads
     from specdec.bench.parts import Mode
-    from specdec.bench.tuner import Skipped, Trial, Tuner, drafts_to_try
+    from specdec.bench.tuner import NONE, Skipped, Trial, Tuner, drafts_to_try
 
-    bar, trials, chats = Bar(), list[Trial](), False
+    bar, trials, chats, failed = Bar(stages=True), list[Trial](), False, False
     drafts = drafts_to_try(request.draft or "none")
     tuner = Tuner(request.target, drafts, Mode(**request.loading), deadline, prompts, bar)
     events = tuner.run()
@@ -201,9 +201,10 @@ def tune(request: CommandRequest, prompts: str | None, deadline: float) -> Itera
             case None:
                 break
             case Skipped(mode, why, failed=True):
+                failed = True
                 yield Finding("models", "failure", why, "bad")
             case Skipped(mode, why):
-                yield Finding(mode.label, "all drafts", why, "note")
+                yield Finding(mode.label, _label(event.draft) if event.draft else "all drafts", why, "note")
             case Trial():
                 trials.append(event)
                 yield _trial(event)
@@ -215,9 +216,10 @@ def tune(request: CommandRequest, prompts: str | None, deadline: float) -> Itera
                     return
                 chats = bool(generator.tokenizer.chat_template)
                 del generator, event  # its memory is needed for other modes
-    if trials:
+    if {trial.draft for trial in trials} - {NONE}:
         yield from _advice(request, trials, chats=chats)
         yield from _compared(trials)
+    if trials or not failed:
         busy = tuner.watch.busy or waiting_threads() is not None
         yield Finding("best", "machine", tuner.watch.verdict(), "note", _BUSY if busy else None)
 
@@ -310,7 +312,7 @@ def doctor(
             Mode(**request.loading).check(request.target, read_draft(request.draft or "none").model)
         if request is not None and prompts is not None:
             pick_prompts(prompts, 1)
-        here = [*machine(), *installation()]
+    here = _watched(chain(machine(), installation()))
     for finding in chain(here, () if request is None else tune(request, prompts, deadline)):
         if not json_:
             _show(finding, headed=not findings or findings[-1].section != finding.section)
@@ -318,6 +320,16 @@ def doctor(
     if json_:
         write_json({"findings": [asdict(finding) for finding in findings]})
     return FAILED if any(finding.state == "bad" for finding in findings) else OK
+
+
+def _watched(findings: Iterator[Finding]) -> Iterator[Finding]:
+    """Findings of the machine as they come, under a spinner."""
+    while True:
+        with loading("looking at the machine"):
+            finding = next(findings, None)
+        if finding is None:
+            return
+        yield finding
 
 
 def _show(finding: Finding, *, headed: bool) -> None:

@@ -209,11 +209,11 @@ class _TimeLeft(progress.TimeRemainingColumn):
 class Bar(progress.Progress):
     """A bar on stderr with the time left; without a terminal a line every `_SECONDS`. Call it after each step.
 
-    A new total is another part of the work, with its own pace; with `grows` it is more of the same work. The bar is
-    there within the context, which may be entered again.
+    A new total is another part of the work, with its own pace; with `grows` it is more of the same work. With `stages`
+    a line says without a terminal, too, what begins. The bar is there within the context, which may be entered again.
     """
 
-    def __init__(self, doing: str = "", *, quiet: bool = False, grows: bool = False) -> None:
+    def __init__(self, doing: str = "", *, quiet: bool = False, grows: bool = False, stages: bool = False) -> None:
         description = Column(ratio=1, no_wrap=True, overflow="ellipsis")  # share and times stay visible beside it
         super().__init__(
             progress.TaskProgressColumn(),
@@ -227,7 +227,7 @@ class Bar(progress.Progress):
         )
         self.disable = not self.console.is_terminal
         self.add_task(doing, total=None)
-        self._grows, self._last_line = grows, self.get_time()
+        self._grows, self._stages, self._last_line = grows, stages, self.get_time()
 
     def __call__(self, done: float, total: float, doing: str) -> None:
         """`done` of `total` steps are done, and the next step is `doing`."""
@@ -235,8 +235,11 @@ class Bar(progress.Progress):
         if task.total is None or done < task.completed or not (self._grows or total == task.total):
             self.reset(task.id, completed=-1)  # so that the pace is measured from here, at 0 steps too
         task.total, task.finished_time = total or None, None  # more of the work may have come
+        begins = self._stages and doing != task.description
         self.update(task.id, completed=done, description=doing)
-        if self.console.is_terminal or self.console.quiet or not total or self.get_time() - self._last_line < _SECONDS:
+        if self.console.is_terminal or self.console.quiet or not total:
+            return
+        if not begins and self.get_time() - self._last_line < _SECONDS:
             return
         self._last_line, seconds = self.get_time(), task.time_remaining if done < total else None
         say(f"{done / total:.0%}{'' if seconds is None else f', about {duration(seconds)} left'}: {doing}")

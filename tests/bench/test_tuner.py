@@ -85,7 +85,7 @@ class World:
             count += 1
         took = self.read + (count - 1) * each
         self.now += took
-        if seconds < float("inf"):
+        if most > tuner._FEW:
             self.answers.append(generator.draft)
         stats = Stats(num_new_tokens=count, seconds=took, first_token_seconds=self.read, finish_reasons=("length",))
         out = SimpleNamespace(stats=stats, new_tokens=lambda: [list(range(count))])
@@ -143,11 +143,25 @@ def test_the_time_is_kept(load: float, token: float, tuned: Any) -> None:
 
 
 def test_a_model_that_loads_for_longer(tuned: Any) -> None:
-    """A few words of each draft are all that is measured then, and the other modes are named."""
+    """Nothing is measured after the deadline, and each draft says so. (At load 10, 60 seconds became 150.)"""
     world = World(load=100.0, read=0.5)
-    events = tuned(world, ["none", "suffix"], 60.0)
-    assert [(type(event), event.mode) for event in events] == [*[(Trial, PLAIN)] * 2, (Skipped, EIGHT), (Skipped, FOUR)]
-    assert world.now == pytest.approx(100.0 + 3 * (0.5 + 7 * 0.1), abs=0.3)
+    events = tuned(world, ["none", "suffix", "model:d"], 60.0)
+    assert [(event.mode, event.draft) for event in events[:3]] == [
+        (PLAIN, draft) for draft in ("model:d", "none", "suffix")
+    ]
+    assert all(isinstance(event, Skipped) for event in events)
+    assert "pass more --seconds" in events[0].why
+    assert world.now == 100.0
+
+
+def test_passes_that_take_for_ever(tuned: Any) -> None:
+    """The drafts whose turn does not come are named, and the others are told. (Nothing was, after 150 seconds.)"""
+    times = {("as loaded", draft): 0.8 for draft in ("none", "suffix", "model:d")}
+    world = World(load=30.0, read=3.0, token=times)
+    events = tuned(world, ["none", "suffix", "model:d"], 43.0)
+    assert [event.draft for event in events if isinstance(event, Trial)] == ["none", "suffix"]
+    assert [event.draft for event in events if isinstance(event, Skipped) and event.mode == PLAIN] == ["model:d"]
+    assert world.now <= 43.0 + 3.0 + 0.8
 
 
 def test_a_draft_that_does_not_load(tuned: Any) -> None:

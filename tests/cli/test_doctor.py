@@ -72,7 +72,7 @@ def test_a_pair(folders: tuple[str, str], tmp_path: Path, called: Any) -> None:
     """Backends and why, whether they fit, what each draft brings, and the command that is the fastest."""
     target, draft = folders
     (tmp_path / "mine.txt").write_text("def f")
-    flags = ["--draft", draft, "--prompts", tmp_path / "mine.txt", "--seconds", "2", "--json", "--quiet"]
+    flags = ["--draft", draft, "--prompts", tmp_path / "mine.txt", "--json", "--quiet"]
     flags += ["--draft-quantization", "none", "--trust-remote-code"]
     findings = json.loads(called("doctor", target, *flags).out)["findings"]
     found = {(one["section"], one["name"]): one for one in findings}
@@ -131,6 +131,24 @@ def test_advice(busy: bool, monkeypatch: pytest.MonkeyPatch, called: Any) -> Non
     ):
         assert words in out, words
     assert ("measure again on a quiet machine" in out) == busy
+
+
+def test_stages(monkeypatch: pytest.MonkeyPatch, called: Any) -> None:
+    """Each is named as it begins, without a terminal too, and no draft is advised where none was measured. (Nothing was
+    printed for a minute and more.)
+    """
+
+    def run(self: Tuner) -> Any:
+        for doing in ("loading it", "loading it", "first passes"):
+            self._say(doing)
+            yield Skipped(Mode(), "not measured: no time", draft="suffix")
+
+    monkeypatch.setattr(Tuner, "run", run)
+    printed = called("doctor", "zoo:python-code")
+    assert [line.split(": ")[-1] for line in printed.err.splitlines()] == ["loading it", "first passes"]
+    assert "· suffix           not measured: no time" in printed.out
+    assert "command" not in printed.out
+    assert "machine: " in printed.out.splitlines()[-2] or "machine: " in printed.out.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
