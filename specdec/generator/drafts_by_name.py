@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import warnings
 from collections.abc import Mapping, Sequence
@@ -41,6 +42,8 @@ from specdec.proposers.copying import TextDraft
 from specdec.proposers.function import refuse_class
 from specdec.proposers.heads import head_kind, load_head
 from specdec.proposers.memory import Memory
+
+_log = logging.getLogger(__name__)
 
 # transformers' arguments that name a call's draft -> the arguments that belong to each.
 ALIASES: dict[str, tuple[str, ...]] = {
@@ -196,6 +199,7 @@ class Drafts:
         if assistant_tokenizer is None:
             _check_widths(model, target, tokenizer)
         elif translates:
+            _log.warning("the draft has another tokenizer than the target: guesses travel as text, which costs time")
             result = TextBridge(result, tokenizer, assistant_tokenizer)
         return TextAloneDraft(result, place_tokens(target.model.config)) if target.sees and not sees else result
 

@@ -64,6 +64,10 @@ class TextBridge(Draft):
     def __repr__(self) -> str:
         return f"TextBridge({self.inner!r})"
 
+    @property
+    def kind(self) -> str:
+        return f"{self.inner.kind} of another tokenizer"
+
     def start(self, vocab_size: int) -> TextBridgeProposer:
         return TextBridgeProposer(self, vocab_size)
 

@@ -192,6 +192,17 @@ def test_a_bridge_under_rejection_sampling(sampling: str, pair: bool) -> None:
     assert generator.generate("abab", **SAMPLED, sampling=sampling).stats.num_draft_tokens > 0
 
 
+def test_a_bridge_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """In the log and the statistics; a draft with the same tokenizer is not. (Its slowness had no reason.)"""
+    model = tiny("llama", vocab=WIDTH)
+    generator = SpecGenerator(model, model, tokenizer=byte_tokenizer(), assistant_tokenizer=byte_tokenizer())
+    assert generator.generate("ab", **RUN).stats.settings["draft_kind"] == "model"
+    assert not caplog.messages
+    generator = SpecGenerator(model, ("suffix", model), **tokenizers())
+    assert generator.generate("ab", **RUN).stats.settings["draft_kind"] == "suffix+model of another tokenizer"
+    assert [message[:46] for message in caplog.messages] == ["the draft has another tokenizer than the targe"]
+
+
 @pytest.mark.parametrize("draft", [None, "suffix", "early_exit:1", Sleepy([]), ("suffix", Sleepy([]))])
 def test_an_assistant_tokenizer_needs_a_draft_model(draft: Any) -> None:
     """Beside a draft that has none it did nothing, silently."""
