@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -104,7 +105,7 @@ def length_limit(options: Options, prompts: Prompts, target: LanguageModel) -> i
     """The most ids of a row, padding included, as transformers counts them.
 
     Raises OptionError for text without a limit, for a prompt that fills the limit, and where the text needs more
-    positions than the model has.
+    positions than the model has. Warns of a prompt with more than it was trained on.
     """
     width = prompts.padded.shape[1]
     if options.max_new_tokens is not None:
@@ -128,6 +129,11 @@ def length_limit(options: Options, prompts: Prompts, target: LanguageModel) -> i
             f"the prompt and its continuation may need {positions} positions, but the target has "
             f"{target.max_positions}: shorten the prompt or lower `max_new_tokens`"
         )
+    trained = getattr(target.config, "max_position_embeddings", None)
+    if trained is not None and longest > trained:
+        message = f"the prompt has {longest} tokens, and the target was trained on {trained}"
+        way_out = "its text may make no sense, so shorten the prompt"
+        warnings.warn(f"{message} (`max_position_embeddings`): {way_out}", stacklevel=2)
     return limit
 
 

@@ -438,6 +438,14 @@ def test_one_processor_or_criterion_alone() -> None:
 # --- positions
 
 
+def test_a_prompt_beyond_the_trained_positions() -> None:
+    """Rotary models read on, and the caller is warned. (Nothing said why the text made no sense.)"""
+    model = tiny("llama", max_position_embeddings=6)
+    assert len(ours(model, input_ids=IDS[:1], max_new_tokens=4)[0]) == 10
+    with pytest.warns(UserWarning, match=r"has 7 tokens, and the target was trained on 6 \(`max_position"):
+        assert len(ours(model, input_ids=torch.tensor([[*IDS[0], 3]]), max_new_tokens=4)[0]) == 11
+
+
 OTHER_NAMES = {"gpt2": "n_positions", "gptj": "n_positions", "mpt": "max_seq_len", "whisper": "max_target_positions"}
 
 
