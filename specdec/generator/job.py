@@ -242,7 +242,7 @@ class Job:
             num_target_passes=call.request.passes,
             seconds=seconds,
             first_token_seconds=max(call.request.first_token - self._began, 0.0),
-            loading_seconds=sum(model.loading_seconds for model in (call.target, *draft_models)),
+            loading_seconds=sum(model.loading_seconds for model in {call.target, *draft_models}),
             finish_reasons=tuple(reasons),
             lengths=list(map(len, new)),
             per_row=per_row,

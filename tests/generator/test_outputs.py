@@ -1,5 +1,6 @@
 """What comes back: every field with one entry per token, equal to transformers', assisted or not."""
 
+import time
 from copy import copy
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 from transformers import GenerationMixin
 
-from specdec import SpecGenerator, UnsupportedError
+from specdec import LanguageModel, SpecGenerator, UnsupportedError
 from specdec.generator.tokenizers import Detokenizer
 from tests.engine.test_requests_stateful import leaves
 from tests.folders import WIDTH, byte_tokenizer
@@ -166,6 +167,24 @@ def test_statistics_add_up() -> None:
     assert stats.settings == {"strategy": "greedy", "schedule": "heuristic", "draft_kind": "model", **parts}
     assert 0 < stats.first_token_seconds < stats.seconds - stats.seconds / 12  # not the time of the whole call
     assert stats.loading_seconds == 0  # the models are the caller's
+
+
+def test_times_of_a_stream() -> None:
+    """From its start to the first token; a model that is target and draft loaded once. (It counted twice.)"""
+    model = LanguageModel(tiny("llama"))
+    model.loading_seconds = 2.0
+    stream = SpecGenerator(model, model).stream([[5, 9, 12]], **COMMON, eos_token_id=[])
+    time.sleep(0.2)
+    began, times = time.perf_counter(), []
+    try:
+        while True:
+            next(stream)
+            times.append(time.perf_counter() - began)
+    except StopIteration as end:
+        stats = end.value.stats
+    assert 0 < stats.first_token_seconds <= times[0]
+    assert times[-1] - 0.2 < stats.seconds <= time.perf_counter() - began
+    assert stats.loading_seconds == 2.0
 
 
 def test_stream_events_make_up_the_text() -> None:
