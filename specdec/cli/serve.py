@@ -23,7 +23,7 @@ from specdec.options.resolve import read_yaml
 NEEDS = ("fastapi", "uvicorn", "prometheus_client", "python_multipart", "llguidance")
 PAIRS = ("python-code", "python-summary", "speech")  # --demo serves these
 # Parameters that are keys of the settings, and of their limits.
-SERVER = ("host", "port", "api_key_file", "insecure", "hosts", "trusted_proxies", "stream_chunk", "log")
+SERVER = ("host", "port", "api_key_file", "insecure", "hosts", "origins", "trusted_proxies", "stream_chunk", "log")
 LIMITS = ("running", "waiting", "per_key", "request_seconds", "drain_seconds")
 
 
@@ -44,6 +44,11 @@ def serve(
     insecure: bool | None = flags.flag("Allow a public address without API keys.", "--insecure"),
     hosts: list[str] | None = flags.flag(
         "Another host name that browsers may use; repeatable.", "--allow-host", metavar="HOST"
+    ),
+    origins: list[str] | None = flags.flag(
+        "Origin of pages that may use the server, as in vscode-webview://*; repeatable.",
+        "--allow-origin",
+        metavar="ORIGIN",
     ),
     trusted_proxies: list[str] | None = flags.flag(
         "Proxy or network whose X-Forwarded-For header is trusted; repeatable.", "--trusted-proxy", metavar="ADDRESS"

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
@@ -42,6 +43,11 @@ def create_app(settings: ServeSettings, models: Sequence[TextModel | SpeechModel
         app.include_router(router)
     for kind in (RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, _answer)
+    if settings.origins:
+        app.add_middleware(
+            CORSMiddleware, allow_origin_regex=settings.origin_pattern, allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["*"], expose_headers=["X-Request-ID"],
+        )  # fmt: skip
     app.add_middleware(Entrance, state=state)
     proxies = [str(network) for network in settings.trusted_proxies]
     app.add_middleware(ProxyHeadersMiddleware, trusted_hosts=proxies)  # type: ignore[arg-type]

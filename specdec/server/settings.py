@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from collections.abc import Mapping, Sequence
+from fnmatch import translate
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -46,6 +48,13 @@ def _draft(text: str) -> str:
     return text
 
 
+def _origin(text: str) -> str:
+    if text != "*" and not re.fullmatch(r"[\w.+-]+://[^\s/]+", text):
+        raise ValueError(f"must be an origin without path, as in vscode-webview://*, or *, got {text!r}")
+    return text.lower()
+
+
+Origin = Annotated[str, AfterValidator(_origin)]
 HostName = Annotated[str, AfterValidator(_host)]
 
 
@@ -107,7 +116,8 @@ class ServeSettings(_Frozen):
     """A whole server.
 
     `api_key_file` lists keys; an address that other machines reach needs one, or `insecure`. `hosts`: further names
-    that browsers may use for it. `trusted_proxies`: whose header X-Forwarded-For is believed.
+    that browsers may use for it. `origins`: pages that may use it, too, where * stands for any text.
+    `trusted_proxies`: whose header X-Forwarded-For is believed.
     With `stream_chunk`, every event of a stream has that many tokens, so that sizes and times of packets do not reveal
     what the target accepted. `details`: whether clients may request figures about drafts.
     """
@@ -118,6 +128,7 @@ class ServeSettings(_Frozen):
     api_key_file: Path | None = None
     insecure: bool = False
     hosts: tuple[HostName, ...] = ()
+    origins: tuple[Origin, ...] = ()
     trusted_proxies: tuple[IPvAnyNetwork, ...] = ()
     stream_chunk: Annotated[int, Field(ge=1, le=1024)] | None = None
     details: bool = True
@@ -141,6 +152,11 @@ class ServeSettings(_Frozen):
     def share(self) -> float:
         """The default `kv_budget` of each model, as a share of free memory."""
         return 0.5 / len(self.models)
+
+    @property
+    def origin_pattern(self) -> str:
+        """A regular expression for the origins, which matches nothing without them."""
+        return "|".join(map(translate, self.origins)) or "(?!)"
 
     @property
     def is_local(self) -> bool:

@@ -239,6 +239,26 @@ def test_other_sites_are_kept_out() -> None:
     assert [*codes, plain.status_code] == [421, *[403] * 12, *[200] * 7, 415]
 
 
+def test_origins_that_are_let_in() -> None:
+    """Panels of editors by a pattern, with the headers that browsers ask for. (None could use the server.)"""
+    with asking(app(origins=["vscode-webview://*", "http://localhost:3000"])) as c:
+        for origin in ("vscode-webview://1Ab2", "http://localhost:3000"):
+            asks = {"Origin": origin, "Access-Control-Request-Method": "POST"}
+            asks["Access-Control-Request-Headers"] = "authorization,content-type"
+            preflight = c.request("OPTIONS", "/v1/completions", headers=asks)
+            assert preflight.status_code == 200
+            assert preflight.headers["access-control-allow-headers"] == "authorization,content-type"
+            answer = c.post("/v1/completions", json=BODY, headers={"Origin": origin})
+            assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, origin)
+        for origin in ("vscode-webview:", "https://evil.example", "http://localhost:3000.evil.example"):
+            answer = c.post("/v1/completions", json=BODY, headers={"Origin": origin})
+            assert answer.status_code == 403
+            assert "--allow-origin" in answer.json()["error"]["message"]
+            assert "access-control-allow-origin" not in answer.headers
+    with pytest.raises(OptionError, match=r"`origins.0`: must be an origin without path"):
+        app(origins=["vscode-webview"])
+
+
 @pytest.mark.parametrize("stream", [True, False])
 async def test_clients_that_leave(stream: bool) -> None:
     """Their requests went on for ever (llama.cpp #24496), or nothing did (#27604): all is freed within two rounds.
