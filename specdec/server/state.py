@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from ipaddress import IPv6Address
 from typing import Any, TypeVar
 
 from starlette.requests import HTTPConnection, Request
 
+from specdec.errors import closest_name
 from specdec.server.admission import Admission, Clients
 from specdec.server.errors import LEFT, ApiError, unavailable
 from specdec.server.items import Conversations
@@ -27,6 +28,12 @@ ERROR = "specdec.error"  # in the scope: the code of the request's error, for th
 LOST = "connection_lost"  # in `request.state`: the event that the request's connection is lost
 _UPLOADS_AHEAD = 6  # recordings that may be uploaded before their turn to be transcribed
 _LONGEST = 64  # characters of a client's address
+
+
+def unknown_model(name: str, names: Iterable[str]) -> str:
+    """That no model has this name, and the nearest of the names."""
+    near = closest_name(name := name[:128], names)  # a comparison of long names takes long
+    return f"there is no model {name!r} here" + (f" (did you mean {near!r}?)" if near else "")
 
 
 class State:
@@ -56,7 +63,7 @@ class State:
         if match is None:
             names = ", ".join(repr(host.model.name) for host in fitting)
             available = f"models for {task} are {names}" if fitting else f"no model of this server is for {task}"
-            message = available if name is None else f"there is no model {name!r} here; {available}"
+            message = available if name is None else f"{unknown_model(name, self.hosts)}; {available}"
             raise ApiError(404, message, param="model", code="model_not_found")
         if not isinstance(match.model, kind):
             message = f"the model {name!r} is for {match.model.task}, and this endpoint is for {task}"

@@ -173,6 +173,15 @@ class TextModel:
             return {"input_ids": [to_list(bos)[:1] or [0]]}
         return inputs
 
+    @property
+    def fills_gaps(self) -> bool:
+        """Whether the tokenizer has tokens for a text before a suffix."""
+        try:
+            Infill(self.tokenizer, self.name)
+        except ApiError:
+            return False
+        return True
+
     def _infill(self, request: Generate) -> Infill:
         param = "input_suffix" if isinstance(request, InfillRequest) else "suffix"
         return Infill(self.tokenizer, self.name, param)

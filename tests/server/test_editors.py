@@ -61,6 +61,19 @@ def test_suffixes(kind: str) -> None:
     assert filled["stop"] is True
 
 
+def test_models_say_what_they_are() -> None:
+    """Whether they fill gaps, and the name that a client may have meant. (Editors tried, and got a 400.)"""
+    with asking(app(gap_model("qwen"))) as c:
+        [card] = c.get("/v1/models").json()["data"]
+        assert card["specdec"]["infill"] is True
+        name = card["id"] + "x"
+        wrong = [c.get(f"/v1/models/{name}"), c.post("/v1/completions", json={"model": name, "prompt": "a"})]
+        assert all(f"(did you mean {card['id']!r}?)" in answer.json()["error"]["message"] for answer in wrong)
+    with asking(app()) as c:
+        assert c.get("/v1/models").json()["data"][0]["specdec"]["infill"] is False
+        assert "did you mean" not in c.get("/v1/models/whisper-1").json()["error"]["message"]
+
+
 @pytest.mark.parametrize("place", range(len(QWEN)), ids=QWEN)
 def test_a_gap_ends_at_its_tokens(place: int) -> None:
     """Any token of the form ends the text, as it would begin another file.

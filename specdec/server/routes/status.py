@@ -18,7 +18,7 @@ from specdec.server.models import Host
 from specdec.server.options import check_length, check_messages
 from specdec.server.protocol import DetokenizeRequest, TokenizeRequest
 from specdec.server.responses import watched
-from specdec.server.state import State, client_of, state_of
+from specdec.server.state import State, client_of, state_of, unknown_model
 from specdec.server.text import TextModel, ids_in
 
 router = APIRouter(route_class=GuardedRoute, tags=["server"])
@@ -82,7 +82,7 @@ async def model(request: Request, name: str) -> dict[str, Any]:
     state = state_of(request)
     host = state.hosts.get(name)
     if host is None:
-        raise ApiError(404, f"there is no model {name[:128]!r} here", param="model", code="model_not_found")
+        raise ApiError(404, unknown_model(name, state.hosts), param="model", code="model_not_found")
     return _card(host, state)
 
 
@@ -163,6 +163,7 @@ def _card(host: Host, state: State) -> dict[str, Any]:
         "specdec": {
             "task": model.task,
             "chat": model.chats,
+            "infill": isinstance(model, TextModel) and model.fills_gaps,
             "drafts": generator.draft is not None,
             "details": state.settings.details,
             "draft": None if generator.draft is None else generator.draft.kind,
