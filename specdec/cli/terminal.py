@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager
 from math import inf
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 from rich import progress
@@ -243,6 +244,24 @@ class Bar(progress.Progress):
             return
         self._last_line, seconds = self.get_time(), task.time_remaining if done < total else None
         say(f"{done / total:.0%}{'' if seconds is None else f', about {duration(seconds)} left'}: {doing}")
+
+    def start(self) -> None:
+        super().start()
+        self._over = Event()
+        if not (self.console.is_terminal or self.console.quiet):
+            Thread(target=self._watch, args=(self._over,), daemon=True).start()
+
+    def stop(self) -> None:
+        self._over.set()
+        super().stop()
+
+    def _watch(self, over: Event) -> None:
+        """Prints a line every `_SECONDS` while a step takes longer."""
+        began = self.get_time()
+        while not over.wait(1.0):
+            if (now := self.get_time()) - self._last_line >= _SECONDS and (doing := self.tasks[0].description):
+                self._last_line = now
+                say(f"{doing}: {duration(now - began)} so far")
 
 
 class Interrupt:

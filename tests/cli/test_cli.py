@@ -158,6 +158,20 @@ def test_a_bar_while_weights_are_brought_in(target: str, monkeypatch: pytest.Mon
     assert "0:00:00" in text  # the time left, at the end
 
 
+def test_lines_while_a_step_takes_long(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a terminal, the time so far. (Imports, reading and writing were silent, whatever they took.)"""
+    monkeypatch.setattr("specdec.cli.terminal._SECONDS", 0.5)
+    with loading("loading it"):
+        time.sleep(1.6)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines
+    assert all(re.fullmatch(r"loading it: 0:\d\d so far", line) for line in lines)
+    time.sleep(1.2)
+    with loading("loading it", quiet=True):
+        time.sleep(1.2)
+    assert not capsys.readouterr().err
+
+
 @pytest.mark.parametrize("kind", ["rounded", "packed", "gguf"])
 def test_lines_while_weights_are_brought_in(
     kind: str, target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
