@@ -33,6 +33,7 @@ ENDS = [
     ("It sat. It was wa", "It sat."), ("It sat. It slept.", "It sat. It slept."),
     ('He said "stop."', 'He said "stop."'), ("Two points.\n\n- one\n- two\n- thr", "Two points.\n\n- one\n- two"),
     ("`logprobs`, `logit_bias", "`logprobs`, `logit_bias"), ("", ""),
+    ("It sat. **It slept.**", "It sat. **It slept.**"), ("**It sat.** It was wa", "**It sat.**"),
 ]  # fmt: skip
 
 

@@ -10,13 +10,13 @@ from specdec.errors import OptionError
 
 Count = Callable[[Sequence[str]], list[int]]
 
-# A sentence ends at a mark and its closing quotes and brackets, or at an empty line.
-_END = re.compile(r"""(?:[.!?…]+["'”’»)\]]*\s+|[。！？]+[”’」』）]*\s*|\s*\n\s*\n\s*)""")
+# A sentence ends at a mark and its closing quotes, brackets and emphasis, or at an empty line.
+_END = re.compile(r"""(?:[.!?…]+["'”’»)\]*_`]*\s+|[。！？]+[”’」』）]*\s*|\s*\n\s*\n\s*)""")
 _ABBREVIATION = re.compile(
     r"(?:^|[\s(\[\"'“‘])(?:[^\W\d_](?:\.\w)*|Mrs?|Ms|Dr|Prof|Rev|Gen|Sen|Rep|Lt|Col|Capt|St|Mt|Jr|Sr|vs|cf|ca|approx|al|et|"
     r"Fig|fig|Eq|No|no|Vol|vol|pp|Inc|Ltd|Corp|Co|Jan|Feb|Mar|Apr|Aug|Sept?|Oct|Nov|Dec)\.\s+$"
 )
-_WHOLE = re.compile(r"""[.!?…。！？]["'”’»)\]」』）]*$""")
+_WHOLE = re.compile(r"""[.!?…。！？]["'”’»)\]」』）*_`]*$""")
 _BREAKS = (re.compile(r"\n"), re.compile(r"\s"))
 
 
