@@ -61,7 +61,9 @@ def transcribe(
     language: str | None = flags.flag("Language of the recordings, a name or code; detected by default."),
     task: Literal["transcribe", "translate"] | None = flags.flag("Translations are into English."),
     format: Format = Option("text", help="Output format; json is one object per file and line."),
-    words: bool = Option(False, "--words", help="Timestamps of words; in vtt they stand within the segments' cues."),
+    words: bool = Option(
+        False, "--words", help="Timestamps of words; in vtt they stand in the segments' cues, in json in segments."
+    ),
     max_line_width: int | None = flags.flag("Characters in a line of srt and vtt.", min=1),
     max_words_per_line: int | None = flags.flag("Words in a cue of srt and vtt, whose times are its words'.", min=1),
     max_line_count: int | None = flags.flag("Lines of --max-line-width in a cue; more are several cues.", min=1),
@@ -283,7 +285,17 @@ def rendered(name: str, out: Transcription, params: Mapping[str, Any]) -> str:
             "\n"
         )
     facts = {"file": name, "text": out["text"], "chunks": out["chunks"], "language": out.language}
+    if any("words" in cue for cue in out.cues):
+        facts["segments"] = [
+            {**_timed(cue, "text"), "words": [_timed(word, "word") for word in cue["words"]]} for cue in out.cues
+        ]
     facts |= {"finish_reasons": out.finish_reasons, "duration": round(out.duration, 3)}
     facts |= {"seconds": round(out.seconds, 3), "real_time_factor": round(out.real_time_factor, 4)}
     facts |= {"stopped": True} if out.stopped else {}
     return json.dumps(facts, ensure_ascii=False)
+
+
+def _timed(chunk: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """A chunk's times in seconds, and its text under a name, as openai-whisper writes them."""
+    start, end = chunk["timestamp"]
+    return {"start": start, "end": end, name: chunk["text"]}

@@ -79,7 +79,13 @@ def test_json(folder: Path, typed: Any) -> None:
         assert line["chunks"] == json.loads(json.dumps(whole["chunks"]))
         assert line["finish_reasons"] == whole.finish_reasons
         assert line["real_time_factor"] == pytest.approx(line["seconds"] / line["duration"], rel=0.05)
-    assert json.loads(typed(files[0], "--format", "json", "--words", "--quiet")[1])["chunks"]
+    assert "segments" not in lines[0]
+    line = json.loads(typed(files[1], "--format", "json", "--words", "--quiet")[1])
+    words = [word for segment in line["segments"] for word in segment["words"]]
+    assert [word["word"] for word in words] == [chunk["text"] for chunk in line["chunks"]] != []
+    for one in line["segments"]:
+        assert one["text"] == "".join(word["word"] for word in one["words"])
+        assert (one["start"], one["end"]) == (one["words"][0]["start"], one["words"][-1]["end"])
 
 
 @pytest.mark.parametrize("kind", ["srt", "vtt", "text"])
