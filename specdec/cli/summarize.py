@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from specdec.cli import flags
 from specdec.cli.request import DEFAULT_NEW_TOKENS, STDIN, files_among, load_with_spinner, read_request, read_text
 from specdec.cli.show import print_text, report, show_stats
 from specdec.cli.terminal import FAILED, INTERRUPTED, OK, Bar, fail, say
+from specdec.cli.transcribe import check_output, make_folder, output_file, write_file
 from specdec.core.stats import Stats, total
 from specdec.errors import OptionError
 from specdec.options import bundled_models
@@ -41,6 +43,7 @@ def summarize(
     ),
     batch_size: int = Option(8, min=1, help="Texts or chunks that are decoded together."),
     format: Literal["text", "json"] = Option("text", help="Output: text, or one JSON object."),
+    output_dir: Path | None = flags.flag("Folder for NAME.txt or .json."),
     *,
     config: Path | None,
     stats: bool,
@@ -58,7 +61,9 @@ def summarize(
     if not files and not demo:
         raise OptionError("no file was named: pass FILE, - to read stdin, or --demo for bundled texts")
     names = files_among(files or [], TEXTS)
+    check_output(names, format, output_dir)
     texts = bundled_models.functions() if demo else read_text_files(names)
+    make_folder(output_dir)
     generator = load_with_spinner(request, task=TASK)
     summarizer = Summarizer(generator, template=template, chunk_tokens=chunk_tokens)
     request = replace(request, options=summarizer.limited(request.options))
@@ -78,12 +83,16 @@ def summarize(
             for name, summary in zip(batch, summaries.documents, strict=True):
                 facts = {"file": name, "summary_text": summary.texts[0], "summaries": summary.texts}
                 documents.append({**facts, "finish_reasons": summary.finish_reasons, "parts": summary.parts})
-                for text in summary.texts if format == "text" else ():
+                if output_dir is not None:
+                    content = "\n\n".join(summary.texts)
+                    content = content if format == "text" else json.dumps(documents[-1], ensure_ascii=False)
+                    write_file(output_file(name, format, output_dir), content)
+                for text in summary.texts if format == "text" and output_dir is None else ():
                     print_text(text, name if len(texts) > 1 else None)
     except KeyboardInterrupt:
         say(f"{len(documents)} of {len(texts)} are done, leave these files out to resume")
         code = INTERRUPTED
-    if documents and format == "json":
+    if documents and format == "json" and output_dir is None:
         report({"documents": documents}, request, total(counts))
     if documents and stats:
         show_stats(total(counts))

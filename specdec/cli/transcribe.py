@@ -98,11 +98,7 @@ def transcribe(
     if max_line_width is None:
         refuse_idle(ctx.params, ("max_line_count",), "counts lines of a width: pass --max-line-width")
     request = read_speech(ctx.params)
-    if output_dir is not None:
-        try:
-            output_dir.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise OptionError(f"--output-dir: {output_dir} cannot be made ({error.strerror}): name another") from None
+    make_folder(output_dir)
     if resume:
         recordings = unfinished(recordings, format, output_dir)
         if not recordings:
@@ -202,6 +198,15 @@ def unfinished(recordings: Sequence[str], format: Format, folder: Path | None) -
     return left
 
 
+def make_folder(folder: Path | None) -> None:
+    """Makes the folder of --output-dir, if one was named; raises OptionError where it cannot be made."""
+    try:
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OptionError(f"--output-dir: {folder} cannot be made ({error.strerror}): name another") from None
+
+
 def output_file(name: str, format: Format, folder: Path) -> Path:
     ending = "txt" if format == "text" else format
     return folder / f"{Path(name).stem if name != STDIN else 'stdin'}.{ending}"
@@ -266,10 +271,15 @@ def show(name: str, out: Transcription, params: Mapping[str, Any], *, headed: bo
         return print_text(content, name if headed and params["format"] == "text" else None)
     path = output_file(name, params["format"], params["output_dir"])
     part = path.with_suffix(f".part{path.suffix}")
+    write_file(part if out.stopped else path, content)
+    if not out.stopped:
+        part.unlink(missing_ok=True)
+
+
+def write_file(path: Path, content: str) -> None:
+    """Writes a text and a line end; raises SpecdecError where that fails."""
     try:
-        (part if out.stopped else path).write_text(f"{content}\n", encoding="utf-8")
-        if not out.stopped:
-            part.unlink(missing_ok=True)
+        path.write_text(f"{content}\n", encoding="utf-8")
     except OSError as error:
         raise SpecdecError(f"{path} cannot be written ({error.strerror}): make room there") from None
 

@@ -70,6 +70,19 @@ def test_several_files(summarize: Any, expected: dict[str, str], folder: Path) -
     assert summarize(*names, "--batch-size", "1") == (0, out, "")
 
 
+def test_files_of_their_own(summarize: Any, expected: dict[str, str], tmp_path: Path) -> None:
+    """--output-dir holds one file per text, and nothing goes to standard output."""
+    folder = tmp_path / "out"
+    assert summarize("text.txt", "long.txt", "--output-dir", str(folder)) == (0, "", "")
+    for name, text in (("text", TEXT), ("long", LONG)):
+        assert (folder / f"{name}.txt").read_text(encoding="utf-8") == expected[text] + "\n"
+    assert summarize("text.txt", "--format", "json", "--output-dir", str(folder)) == (0, "", "")
+    assert json.loads((folder / "text.json").read_text(encoding="utf-8"))["summary_text"] == expected[TEXT]
+    (tmp_path / "text.md").write_text(TEXT)
+    code, out, err = summarize("text.txt", str(tmp_path / "text.md"), "--output-dir", str(folder))
+    assert (code, out, "twice" in err) == (2, "", True)
+
+
 def test_folders(expected: dict[str, str], folder: Path, tmp_path: Path, called: Any) -> None:
     """Their texts are summarized, unreadable ones told and left out. (A folder was an error, and one ended all.)"""
     inside = tmp_path / "texts" / "more"
