@@ -222,7 +222,7 @@ struct Seen {
 
 // Memory of a thread, kept from tile to tile.
 struct Scratch {
-  std::vector<int32_t> columns, marks, places, own;
+  std::vector<int32_t> columns, marks, places, token_columns;
   std::vector<Seen> seen;
   std::vector<float> queries, scores, sums, panel;
   std::vector<const float*> weights, entries;
@@ -344,12 +344,12 @@ class Tiled {
     auto of_token = seen(q);
     auto to = scores(q);
     weights[q] = to;
-    auto own = my.places.data() + of_token.places;
-    for (int64_t i = 0; i < of_token.left; i++) to[i] = to[own[i]];
+    auto token_places = my.places.data() + of_token.places;
+    for (int64_t i = 0; i < of_token.left; i++) to[i] = to[token_places[i]];
     if (of_token.left < shared_from)
       std::memmove(to + of_token.left, to + shared_from, (shared_to - shared_from) * sizeof(float));
     auto right = of_token.left + shared_to - shared_from;
-    for (int64_t i = 0; i < of_token.right; i++) to[right + i] = to[own[of_token.left + i]];
+    for (int64_t i = 0; i < of_token.right; i++) to[right + i] = to[token_places[of_token.left + i]];
 
     auto n = of_token.count, padded = up(n, LANES);
     if (call.biases) add_biases(to, n, call.biases + head(q) * call.distances);
@@ -402,9 +402,9 @@ class Tiled {
       auto of_token = seen(q);
       auto places = my.places.data() + of_token.places + (left ? 0 : of_token.left);
       auto columns = left ? of_token.left : of_token.right;
-      auto own = sized(my.own, columns);
-      for (int64_t i = 0; i < columns; i++) own[i] = my.columns[places[i]];
-      add_values(q, next, own, columns);
+      auto token_columns = sized(my.token_columns, columns);
+      for (int64_t i = 0; i < columns; i++) token_columns[i] = my.columns[places[i]];
+      add_values(q, next, token_columns, columns);
     }
   }
 

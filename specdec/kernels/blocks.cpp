@@ -195,9 +195,9 @@ void put(const Kind& kind, const Byte* row, int64_t block, int64_t lane, const P
 void pack_blocks(const at::Tensor& raw, const std::optional<at::Tensor>& rows, const std::string& name,
                  const at::Tensor& packed, const std::optional<at::Tensor>& high, const at::Tensor& scales,
                  const std::optional<at::Tensor>& mins, const std::optional<at::Tensor>& steps) {
-  auto found = KINDS.find(name);
-  TORCH_CHECK_VALUE(found != KINDS.end(), "`name` must be a kind of blocks that is known, got ", name);
-  auto& kind = found->second;
+  auto entry = KINDS.find(name);
+  TORCH_CHECK_VALUE(entry != KINDS.end(), "`name` must be a kind of blocks that is known, got ", name);
+  auto& kind = entry->second;
   auto per_block = kind.columns / GROUP;
   auto outputs = rows ? rows->numel() : raw.size(0), groups = raw.size(1) / kind.bytes * per_block;
   auto blocks = (outputs + BLOCK - 1) / BLOCK, parts = groups * GROUP / kind.part;

@@ -19,11 +19,11 @@ void check(const at::Tensor& scores) {
 at::Tensor keep_top(const at::Tensor& scores, int64_t k, double p, int64_t least) {
   check(scores);
   TORCH_CHECK_VALUE(k >= 0 && least >= 1, "k must be at least 0, and least at least 1, got ", k, " and ", least);
-  auto kept = scores.clone(at::MemoryFormat::Contiguous);
-  auto count = kept.size(1);
-  for (int64_t row = 0; row < kept.size(0); row++)
-    keep_most(kept.mutable_data_ptr<float>() + row * count, count, k, p, least);
-  return kept;
+  auto copy = scores.clone(at::MemoryFormat::Contiguous);
+  auto count = copy.size(1);
+  for (int64_t row = 0; row < copy.size(0); row++)
+    keep_most(copy.mutable_data_ptr<float>() + row * count, count, k, p, least);
+  return copy;
 }
 
 // A token for each row of `scores`, with the noise of its address.
@@ -35,12 +35,12 @@ at::Tensor draws(const at::Tensor& scores, at::IntArrayRef addresses) {
   auto count = dense.size(1);
   auto tokens = at::empty({dense.size(0)}, at::kLong);
   for (int64_t row = 0; row < dense.size(0); row++) {
-    auto own = dense.const_data_ptr<float>() + row * count;
-    auto most = largest(own, count);
+    auto from = dense.const_data_ptr<float>() + row * count;
+    auto most = largest(from, count);
     tokens.mutable_data_ptr<int64_t>()[row] = std::isnan(most) ? BROKEN
                                               : most == NEVER
                                                   ? EMPTY
-                                                  : drawn(own, count, most, static_cast<uint64_t>(addresses[row]));
+                                                  : drawn(from, count, most, static_cast<uint64_t>(addresses[row]));
   }
   return tokens;
 }
@@ -50,14 +50,14 @@ int64_t best_token(const at::Tensor& scores, const std::vector<std::string>& nam
                    at::IntArrayRef counts) {
   TORCH_CHECK_VALUE(scores.dim() == 1 && scores.numel() && names.size() == counts.size(), "`scores` must be ",
                     "[vocabulary] and `counts` one for each filter, got ", scores.sizes(), " and ", counts);
-  auto own = scores.to(at::kFloat, /*non_blocking=*/false, /*copy=*/true).contiguous();
-  auto begin = own.mutable_data_ptr<float>(), end = begin + own.numel();
+  auto copy = scores.to(at::kFloat, /*non_blocking=*/false, /*copy=*/true).contiguous();
+  auto begin = copy.mutable_data_ptr<float>(), end = begin + copy.numel();
   int64_t first = 0;
   for (size_t i = 0; i < names.size(); first += counts[i++]) {
     auto of_filter = numbers.slice(first, counts[i]);
-    filter(names[i], Numbers(of_filter.begin(), of_filter.end()))->apply(begin, own.numel(), 0);
+    filter(names[i], Numbers(of_filter.begin(), of_filter.end()))->apply(begin, copy.numel(), 0);
   }
-  auto most = largest(begin, own.numel());
+  auto most = largest(begin, copy.numel());
   if (most == NEVER) return EMPTY;
   return std::find_if(begin, end, [&](float score) { return score == most || std::isnan(score); }) - begin;
 }

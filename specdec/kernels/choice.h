@@ -26,8 +26,8 @@ float largest(const In* from, int64_t count) {
   auto most = NEVER;
   auto tops = all(most);
   for (int64_t i = 0; i < whole; i += LANES) {
-    auto own = floats(from + i);
-    tops = (tops >= own) | (tops != tops) ? tops : own;
+    auto numbers = floats(from + i);
+    tops = (tops >= numbers) | (tops != tops) ? tops : numbers;
   }
   for (int lane = 0; lane < LANES; lane++) most = larger(most, tops[lane]);
   for (auto i = whole; i < count; i++) most = larger(most, static_cast<float>(from[i]));
@@ -50,9 +50,9 @@ inline bool any(Ints mask) {
 #if defined(__AVX512F__)
   return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0;
 #else
-  int32_t found = 0;
-  for (int lane = 0; lane < LANES; lane++) found |= mask[lane];
-  return found != 0;
+  int32_t bits = 0;
+  for (int lane = 0; lane < LANES; lane++) bits |= mask[lane];
+  return bits != 0;
 #endif
 }
 
@@ -98,19 +98,19 @@ inline void keep_mass(float* scores, int64_t count, float most, double p, int64_
   };
   auto whole = count / LANES * LANES;
   for (int64_t i = 0; i < whole; i += LANES) {
-    auto own = floats(scores + i);
-    if (!any(own != all(NEVER))) continue;
-    auto parts = exponential(own - most);
-    for (int lane = 0; lane < LANES; lane++) put(own[lane], parts[lane]);
+    auto numbers = floats(scores + i);
+    if (!any(numbers != all(NEVER))) continue;
+    auto parts = exponential(numbers - most);
+    for (int lane = 0; lane < LANES; lane++) put(numbers[lane], parts[lane]);
   }
   for (auto i = whole; i < count; i++) put(scores[i], std::exp(scores[i] - most));
   auto share = p * std::accumulate(inside.begin(), inside.end(), 0.0);
   double before = 0;
-  int64_t kept = 0;
+  int64_t number_before = 0;
   int cut = 0;  // the first bin that does not stay as a whole
-  while (cut < BINS - 1 && (before + inside[cut] < share || kept + members[cut] <= least)) {
+  while (cut < BINS - 1 && (before + inside[cut] < share || number_before + members[cut] <= least)) {
     before += inside[cut];
-    kept += members[cut++];
+    number_before += members[cut++];
   }
   std::vector<std::pair<float, int64_t>> edge;
   for (int64_t i = 0; i < count; i++) {
@@ -121,9 +121,9 @@ inline void keep_mass(float* scores, int64_t count, float most, double p, int64_
   }
   std::sort(edge.begin(), edge.end(), std::greater<>());
   for (auto [score, token] : edge) {
-    if (before >= share && kept >= least) scores[token] = NEVER;
+    if (before >= share && number_before >= least) scores[token] = NEVER;
     before += std::exp(score - most);
-    kept++;
+    number_before++;
   }
 }
 
@@ -204,8 +204,8 @@ inline int64_t drawn(const float* scores, int64_t count, float most, uint64_t ad
   for (auto [from, to] : {std::pair{most - HEAD, most}, std::pair{most - REACH, std::nextafter(most - HEAD, NEVER)}}) {
     auto least = bar(to);
     for (int64_t i = 0; i < whole; i += LANES) {
-      auto own = floats(scores + i);
-      auto open = (own >= all(from)) & (own <= all(to));
+      auto numbers = floats(scores + i);
+      auto open = (numbers >= all(from)) & (numbers <= all(to));
       if (!any(open)) continue;
       auto ids = lanes + static_cast<uint32_t>(i);
       auto hashes = noise.hash(noise.forerunner(ids));

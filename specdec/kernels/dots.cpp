@@ -69,11 +69,11 @@ inline Words looked_up(Words indices, const int8_t* levels) {
   auto table = _mm256_broadcastsi128_si256(load<__m128i>(levels));
   return (Words)_mm256_shuffle_epi8(table, (__m256i)indices) ^ 0x80808080u;
 #else
-  Words found;
+  Words numbers;
   auto from = reinterpret_cast<const uint8_t*>(&indices);
-  auto to = reinterpret_cast<uint8_t*>(&found);
+  auto to = reinterpret_cast<uint8_t*>(&numbers);
   for (int byte = 0; byte < 4 * LANES; byte++) to[byte] = static_cast<uint8_t>(levels[from[byte]] ^ 0x80);
-  return found;
+  return numbers;
 #endif
 }
 
@@ -214,10 +214,10 @@ Integers integers(const at::Tensor& x, int64_t count, const Weight& weight, bool
       auto row = at / groups, group = at % groups, column = group * GROUP;
       auto start = row / turn * turn, now = std::min(turn, count - start), lane = row - start;
       auto source = from + row * weight.inputs + column;
-      alignas(64) In own[GROUP] = {};
+      alignas(64) In edge[GROUP] = {};
       if (column + GROUP > weight.inputs) {
-        std::copy(source, source + (weight.inputs - column), own);
-        source = own;
+        std::copy(source, source + (weight.inputs - column), edge);
+        source = edge;
       }
       alignas(64) int8_t bytes[GROUP];
       int32_t in_part[GROUP / PART];

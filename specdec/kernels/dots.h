@@ -81,10 +81,10 @@ inline void store_bytes(int8_t* to, Ints numbers) {
 template <int PARTS, class In>
 inline float rounded(const In* x, int8_t* q, int32_t (&sums)[PARTS]) {
   constexpr int COUNT = 32 / LANES;
-  Floats own[COUNT], most{};
+  Floats entries[COUNT], most{};
   UNROLL for (int i = 0; i < COUNT; i++) {
-    own[i] = floats(x + i * LANES);
-    auto size = (Floats)((Words)own[i] & 0x7fffffffu);
+    entries[i] = floats(x + i * LANES);
+    auto size = (Floats)((Words)entries[i] & 0x7fffffffu);
     most = size > most ? size : most;
   }
   auto largest = largest_of(most);
@@ -92,7 +92,7 @@ inline float rounded(const In* x, int8_t* q, int32_t (&sums)[PARTS]) {
   UNROLL for (int part = 0; part < PARTS; part++) {
     Ints total{};
     UNROLL for (int i = part * COUNT / PARTS; i < (part + 1) * COUNT / PARTS; i++) {
-      auto integers = nearest(own[i] * inverse);
+      auto integers = nearest(entries[i] * inverse);
       store_bytes(q + i * LANES, integers);
       total += integers;
     }

@@ -35,12 +35,12 @@ at::Tensor expert_linear(const at::Tensor& x, const at::Tensor& experts, const a
     auto of_blocks = [&](const Maybe& all) { return part(all, blocks, blocks); };
     auto of_outputs = [&](const Maybe& all) { return part(all, blocks * BLOCK, outputs); };
     auto places = at::tensor(at::ArrayRef(&*begin, end - begin));
-    auto own = x.index_select(0, places);
-    auto made = rounds ? dots(own, *of_blocks(weight), of_blocks(high), of_outputs(factors), of_blocks(scales),
+    auto inputs = x.index_select(0, places);
+    auto sums = rounds ? dots(inputs, *of_blocks(weight), of_blocks(high), of_outputs(factors), of_blocks(scales),
                               of_blocks(mins), of_blocks(steps), levels, of_outputs(bias), outputs, way, 0)
-                       : packed_linear(own, *of_blocks(weight), of_outputs(factors), of_blocks(scales),
+                       : packed_linear(inputs, *of_blocks(weight), of_outputs(factors), of_blocks(scales),
                                        of_blocks(mins), of_outputs(bias), outputs, way);
-    y.index_copy_(0, places, made);
+    y.index_copy_(0, places, sums);
     begin = end;
   }
   return y;

@@ -47,7 +47,7 @@ struct Filter {
 struct Suppress : Filter {
   double first, end;
   Tokens tokens;
-  explicit Suppress(const Numbers& given) : first(given[0]), end(given[1]), tokens(tokens_of(given, 2)) {}
+  explicit Suppress(const Numbers& numbers) : first(numbers[0]), end(numbers[1]), tokens(tokens_of(numbers, 2)) {}
   void apply(float* scores, int64_t count, int64_t step) const override {
     if (step < first || step >= end) return;
     for (auto token : tokens)
@@ -58,7 +58,7 @@ struct Suppress : Filter {
 // temperature
 struct Temperature : Filter {
   float temperature;
-  explicit Temperature(const Numbers& given) : temperature(static_cast<float>(given[0])) {}
+  explicit Temperature(const Numbers& numbers) : temperature(static_cast<float>(numbers[0])) {}
   void apply(float* scores, int64_t count, int64_t) const override {
     for (int64_t i = 0; i < count; i++) scores[i] /= temperature;
   }
@@ -69,7 +69,7 @@ struct Top : Filter {
   int64_t k;
   double p;
   int64_t least;
-  explicit Top(const Numbers& given) : k(whole(given[0], 0)), p(given[1]), least(whole(given[2], 1)) {}
+  explicit Top(const Numbers& numbers) : k(whole(numbers[0], 0)), p(numbers[1]), least(whole(numbers[2], 1)) {}
   void apply(float* scores, int64_t count, int64_t) const override {
     keep_most(scores, count, k, p, least);
   }
@@ -82,13 +82,13 @@ struct Timestamps : Filter {
   bool by_probability;
   int64_t newest;
   Tokens last_tokens;
-  explicit Timestamps(const Numbers& given)
-      : first(whole(given[0], 0)),
-        end(whole(given[1], 0)),
-        most_initial(whole(given[2], -1)),
-        by_probability(given[3] != 0),
-        newest(whole(given[4], -1)),
-        last_tokens(tokens_of(given, 5)) {}
+  explicit Timestamps(const Numbers& numbers)
+      : first(whole(numbers[0], 0)),
+        end(whole(numbers[1], 0)),
+        most_initial(whole(numbers[2], -1)),
+        by_probability(numbers[3] != 0),
+        newest(whole(numbers[4], -1)),
+        last_tokens(tokens_of(numbers, 5)) {}
   void apply(float* scores, int64_t count, int64_t) const override {
     auto last = scores + count, stamps = scores + std::min(first, count), text = scores;
     auto until = [&](int64_t token) { return std::clamp(scores + std::min(token, count), stamps, last); };
@@ -115,26 +115,26 @@ struct Timestamps : Filter {
 };
 
 template <class Kind>
-std::unique_ptr<Filter> made(const Numbers& given) {
-  return std::make_unique<Kind>(given);
+std::unique_ptr<Filter> make_filter(const Numbers& numbers) {
+  return std::make_unique<Kind>(numbers);
 }
 
-inline std::unique_ptr<Filter> filter(const std::string& name, const Numbers& given) {
-  struct Known {
+inline std::unique_ptr<Filter> filter(const std::string& name, const Numbers& numbers) {
+  struct Maker {
     std::unique_ptr<Filter> (*make)(const Numbers&);
     size_t least;  // how many numbers it must have
   };
-  static const std::map<std::string, Known> kinds{
-      {"suppress", {made<Suppress>, 2}},
-      {"temperature", {made<Temperature>, 1}},
-      {"top", {made<Top>, 3}},
-      {"timestamps", {made<Timestamps>, 5}},
+  static const std::map<std::string, Maker> kinds{
+      {"suppress", {make_filter<Suppress>, 2}},
+      {"temperature", {make_filter<Temperature>, 1}},
+      {"top", {make_filter<Top>, 3}},
+      {"timestamps", {make_filter<Timestamps>, 5}},
   };
-  auto found = kinds.find(name);
-  TORCH_CHECK_VALUE(found != kinds.end(), "there is no filter ", name);
-  TORCH_CHECK_VALUE(given.size() >= found->second.least, "filter ", name, " has at least ", found->second.least,
-                    " numbers, got ", given.size());
-  return found->second.make(given);
+  auto entry = kinds.find(name);
+  TORCH_CHECK_VALUE(entry != kinds.end(), "there is no filter ", name);
+  TORCH_CHECK_VALUE(numbers.size() >= entry->second.least, "filter ", name, " has at least ", entry->second.least,
+                    " numbers, got ", numbers.size());
+  return entry->second.make(numbers);
 }
 
 }  // namespace

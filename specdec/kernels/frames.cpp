@@ -75,11 +75,11 @@ template <class Kind, int R>
 void multiply(const float* rows, int64_t stride, const uint32_t* panel, int64_t words, float* sums, int64_t apart) {
   Floats sum[R][VECTORS] = {};
   for (int64_t word = 0; word < words; word++, panel += PANEL) {
-    Words own[VECTORS];
-    UNROLL for (int v = 0; v < VECTORS; v++) own[v] = load<Words>(panel + v * LANES);
+    Words entries[VECTORS];
+    UNROLL for (int v = 0; v < VECTORS; v++) entries[v] = load<Words>(panel + v * LANES);
     UNROLL for (int r = 0; r < R; r++) {
       auto of_row = Words{} + load<uint32_t>(rows + r * stride + word);
-      UNROLL for (int v = 0; v < VECTORS; v++) sum[r][v] = Kind::add(sum[r][v], of_row, own[v]);
+      UNROLL for (int v = 0; v < VECTORS; v++) sum[r][v] = Kind::add(sum[r][v], of_row, entries[v]);
     }
   }
   UNROLL for (int r = 0; r < R; r++)
@@ -111,16 +111,16 @@ void pack(int64_t inputs, int64_t outputs, uint32_t* to, Number number, Block bl
   for (int64_t first = 0; first < outputs; first += PANEL, to += words * PANEL)
     for (int64_t word = 0; word < words; word += LANES)
       for (auto output = first; output < first + PANEL; output += LANES) {
-        std::array<Words, LANES> made;
+        std::array<Words, LANES> square;
         if ((word + LANES) * Kind::NUMBERS <= inputs && output + LANES <= outputs)
-          made = block(word, output);
+          square = block(word, output);
         else
           for (int l = 0; l < LANES; l++)
             for (int o = 0; o < LANES; o++)
-              made[l][o] = Kind::word(or_zero((word + l) * Kind::NUMBERS, output + o),
+              square[l][o] = Kind::word(or_zero((word + l) * Kind::NUMBERS, output + o),
                                       or_zero((word + l) * Kind::NUMBERS + 1, output + o));
         for (int l = 0; l < std::min<int64_t>(LANES, words - word); l++)
-          store(to + (word + l) * PANEL + output - first, made[l]);
+          store(to + (word + l) * PANEL + output - first, square[l]);
       }
 }
 
@@ -194,16 +194,16 @@ at::Tensor attend_in(const at::Tensor& queries, const at::Tensor& keys, const at
   });
   auto tiles = parts(frames, QUERIES);
   at::parallel_for(0, rows * heads * tiles, 1, [&](int64_t begin, int64_t end) {
-    std::vector<float> own(QUERIES * of_keys), scores(QUERIES * columns), sums(QUERIES * wide);
+    std::vector<float> entries(QUERIES * of_keys), scores(QUERIES * columns), sums(QUERIES * wide);
     for (auto tile = begin; tile < end; tile++) {
       auto one = tile / tiles, first = tile % tiles * QUERIES, count = std::min(QUERIES, frames - first);
       auto from = q.of(one, heads) + first * q.frame;
       auto of_head = panels + one * size;
       for (int64_t r = 0; r < count; r++, from += q.frame)
         for (int64_t i = 0; i < q.width; i += Kind::NUMBERS)
-          own[r * of_keys + i / Kind::NUMBERS] =
+          entries[r * of_keys + i / Kind::NUMBERS] =
               std::bit_cast<float>(Kind::word(from[i], i + 1 < q.width ? from[i + 1] : In(0)));
-      multiply<Kind>(own.data(), count, of_keys, of_head, of_keys, scores.data(), columns);
+      multiply<Kind>(entries.data(), count, of_keys, of_head, of_keys, scores.data(), columns);
       std::array<float, QUERIES> totals;
       for (int64_t r = 0; r < count; r++) totals[r] = soften<Kind>(scores.data() + r * columns, frames, scale);
       multiply<Kind>(scores.data(), count, columns, of_head + of_keys * columns, of_values, sums.data(), wide);
@@ -251,10 +251,10 @@ at::Tensor gelu(const at::Tensor& x) {
     auto last = std::min(end * LANES, x.numel()), i = begin * LANES;
     for (; i + LANES <= last; i += LANES) put(to + i, gelu(floats(from + i)));
     if (i == last) return;
-    at::BFloat16 own[LANES] = {};
-    std::copy(from + i, from + last, own);
-    put(own, gelu(floats(own)));
-    std::copy_n(own, last - i, to + i);
+    at::BFloat16 edge[LANES] = {};
+    std::copy(from + i, from + last, edge);
+    put(edge, gelu(floats(edge)));
+    std::copy_n(edge, last - i, to + i);
   });
   return y;
 }

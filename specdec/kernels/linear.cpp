@@ -352,16 +352,16 @@ inline void set_sizes(int64_t rows) {
   TILE_SIZES(sizes);
 }
 
-// Scales the sums `own` of a group, and adds them to the `sums` `[rows, 32]` of one block.
+// Scales the `group_sums` of one group, and adds them to the `sums` `[rows, 32]` of one block.
 inline void add_group(const Packed& packed, int64_t block, int64_t group, Rows<at::BFloat16> rows, int64_t count,
-                      const float* own, float* sums) {
+                      const float* group_sums, float* sums) {
   auto at = (block * packed.groups() + group) * BLOCK;
   for (int v = 0; v < VECTORS; v++) {
     auto scale = floats(packed.scales + at + v * LANES);
     auto min = packed.mins ? packed.min(at + v * LANES, scale) : Floats{};
     for (int64_t r = 0; r < count; r++) {
       auto place = r * BLOCK + v * LANES;
-      auto total = fused(load<Floats>(own + place), scale, load<Floats>(sums + place));
+      auto total = fused(load<Floats>(group_sums + place), scale, load<Floats>(sums + place));
       if (packed.mins) total = fused(all(rows.in_group[r * packed.groups() + group]), min, total);
       store(sums + place, total);
     }
@@ -372,7 +372,7 @@ inline void add_group(const Packed& packed, int64_t block, int64_t group, Rows<a
 template <class Kind>
 void add_tiles(const Packed& packed, int64_t block, Rows<at::BFloat16> rows, int64_t count, float* sums) {
   alignas(64) Words room[PANEL / 2 * VECTORS];
-  alignas(64) float own[TOGETHER * BLOCK];  // of a group, in integers' units
+  alignas(64) float group_sums[TOGETHER * BLOCK];  // of a group, in integers' units
   int64_t sized = 0;  // rows for which tiles are set
   std::fill_n(sums, count * BLOCK, 0.0f);
   for (int64_t begin = 0; begin < packed.columns; begin += PANEL) {
@@ -385,11 +385,11 @@ void add_tiles(const Packed& packed, int64_t block, Rows<at::BFloat16> rows, int
       auto ahead = row || weights == reinterpret_cast<const char*>(room) ? 0 : AHEAD;
       if (now != sized) set_sizes(sized = now);
       for (auto first = begin; first < end; first += unit) {
-        auto to = packed.scales ? own : sums + row * BLOCK;
-        if (packed.scales) std::fill_n(own, now * BLOCK, 0.0f);
+        auto to = packed.scales ? group_sums : sums + row * BLOCK;
+        if (packed.scales) std::fill_n(group_sums, now * BLOCK, 0.0f);
         add(from.x + first, packed.width, weights + (first - begin) / 2 * CHUNK,
             (std::min(first + unit, end) - first + STEP - 1) / STEP, ahead, to);
-        if (packed.scales) add_group(packed, block, first / GROUP, from, now, own, sums + row * BLOCK);
+        if (packed.scales) add_group(packed, block, first / GROUP, from, now, group_sums, sums + row * BLOCK);
       }
     }
   }
