@@ -41,8 +41,8 @@
 
 namespace {
 
-constexpr int64_t QUERIES = 48;             // of a tile, at most
-constexpr int64_t SCORES = 128 << 10;       // of a tile, if it has more than SIDE queries: the second cache holds them
+constexpr int64_t QUERIES = 48;             // a tile has so many at most
+constexpr int64_t SCORES = 128 << 10;       // a tile of more than SIDE queries has so many: the second cache holds them
 constexpr int64_t ALONE = 1 << 19;          // multiply-adds that are done before other threads have started
 constexpr int64_t AHEAD = 2 * LANES;        // columns between reads and prefetches
 constexpr float NOTHING = -std::numeric_limits<float>::infinity();
@@ -190,7 +190,7 @@ std::vector<Run> runs_of(const Nodes& nodes) {
 // ---- Tiles
 
 template <class In>
-struct Heads {  // of queries, keys or values
+struct Heads {  // the heads of queries, keys or values
   const In* numbers;
   int64_t row, head, column, entry, heads, width;  // strides and sizes
 
@@ -217,7 +217,7 @@ struct Tile {
 
 // What a token sees of the columns of a tile.
 struct Seen {
-  int64_t places, left, right, count;  // where its own places begin, and how many lie left and right of the shared ones
+  int64_t places, left, right, count;  // where the token's places begin; so many lie left and right of the shared ones
 };
 
 // Memory of a thread, kept from tile to tile.
@@ -257,7 +257,7 @@ class Tiled {
   Scratch& my;
   const int64_t count, first, last, row;    // queries, tokens, and where their keys are
   int64_t shared_from = 0, shared_to = 0;   // places of the columns that all see
-  int64_t stride = 0, wide = 0;             // of scores, of sums
+  int64_t stride = 0, wide = 0;             // entries of a row of scores, and of sums
   const float** weights = nullptr;
   std::array<float, QUERIES> totals;
 
@@ -266,7 +266,7 @@ class Tiled {
   const Seen& seen(int64_t q) const { return my.seen[token(q) - first]; }
   float* scores(int64_t q) { return my.scores.data() + q * stride; }
 
-  // All columns that any of the tokens sees, in order, and the places among them of those that each one sees.
+  // All columns that any of the tokens sees, in order, and for each token the places among them that it sees.
   void gather_columns() {
     auto begin = call.nodes[first].first, shared = begin, until = call.nodes[first].base, end = until;
     for (auto t = first; t <= last; t++) {

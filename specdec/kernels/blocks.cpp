@@ -1,5 +1,5 @@
-// Blocks of GGUF files, repacked as dots.cpp reads them: every number stays as it is. The layouts of blocks are those of
-// ggml-common.h and ggml-quants.c of llama.cpp.
+// Blocks of GGUF files, repacked as dots.cpp reads them: every number stays as it is. ggml-common.h
+// and ggml-quants.c of llama.cpp have the layouts of blocks.
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
@@ -24,7 +24,7 @@ using Decode = void (*)(const Byte* block, int group, Columns& to);
 
 // How a kind of blocks lies in the file, and what becomes of it.
 struct Kind {
-  int64_t columns, bytes;  // of a block
+  int64_t columns, bytes;  // in a block
   Decode decode;
   int bits, part;
   bool mins, steps;
@@ -141,7 +141,7 @@ struct Packed {
   uint32_t* high;
   void *scales, *mins;
   int16_t* steps;
-  int64_t groups;  // of 32 columns
+  int64_t groups;  // each has 32 columns
 };
 
 // The upper bits of 32 columns, in the order of dots.cpp: one number of five bits, two of six.

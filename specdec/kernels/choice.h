@@ -81,9 +81,9 @@ inline void keep_largest(float* scores, int64_t count, int64_t k) {
   for (int64_t i = 0; i < count; i++) scores[i] = scores[i] < last ? NEVER : scores[i];
 }
 
-// Of the largest scores, the highest token first among equals, those with less than the share p of the mass before them
-// stay, and `least` of them in any case; the others become -inf. Scores are sorted only where the cut is: a histogram
-// of the mass says where.
+// From the largest score on, the highest token first among equals, scores with less than the share p of the mass before
+// them stay, and `least` scores in any case; the others become -inf. Scores are sorted only where the cut is, which a
+// histogram of the mass says.
 inline void keep_mass(float* scores, int64_t count, float most, double p, int64_t least) {
   constexpr int BINS = 1024;
   constexpr float SPAN = 24;  // e to the power of -24 is next to nothing
@@ -127,7 +127,7 @@ inline void keep_mass(float* scores, int64_t count, float most, double p, int64_
   }
 }
 
-// Both, the k largest (0 keeps all) and of these those with the share p of the mass. NaN and infinity are left for the
+// The k largest scores stay (0 keeps all), and among them the share p of the mass. NaN and infinity are left for the
 // caller to detect.
 inline void keep_most(float* scores, int64_t count, int64_t k, double p, int64_t least) {
   auto most = largest(scores, count);
@@ -200,7 +200,7 @@ inline int64_t drawn(const float* scores, int64_t count, float most, uint64_t ad
     if (scores[i] >= most - REACH) offer(i);
   Words lanes;
   for (int lane = 0; lane < LANES; lane++) lanes[lane] = static_cast<uint32_t>(lane);
-  // Those near the top first, as one of them will be hard to beat.
+  // Tokens near the top come first, as one of them will be hard to beat.
   for (auto [from, to] : {std::pair{most - HEAD, most}, std::pair{most - REACH, std::nextafter(most - HEAD, NEVER)}}) {
     auto least = bar(to);
     for (int64_t i = 0; i < whole; i += LANES) {

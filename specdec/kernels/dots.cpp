@@ -4,13 +4,13 @@
 // says; `part` columns (32 or 16) share a scale:
 //
 //   weight   int8 [blocks, columns / 4, 32, 4], or uint8 [blocks, columns / 8, 32, 4]: the low four bits of eight
-//            columns, in each byte those of two
+//            columns, two columns in each byte
 //   high     int32 [blocks, parts, 32]: the fifth bits of 32 columns, or the fifth and sixth of 16
 //   scales, mins   [blocks, parts, 32] float16 or bfloat16; or int8, to be multiplied by `steps` float16 [blocks,
 //            columns / 256, 2, 32], of scales and of mins; or mins int8 alone, to be multiplied by the scales
 //
 // weight = ((integer - zero) * scale + min) * factor; with `levels`, int8 [16], the integer is one of these. The zero
-// is that of signed integers, or 0 with mins.
+// is the zero of signed integers, or 0 with mins.
 //
 // Sums of a part are exact, and parts are added in their order, so a row's result is the same, bit for bit, whatever
 // rows stand beside it, on whatever thread.
@@ -37,7 +37,7 @@ constexpr int64_t SUPER = 256;       // columns of one step
 constexpr int64_t AHEAD = 4 << 10;   // bytes between reads and prefetches
 constexpr int64_t BATCH = 64;        // rows that stay in the second cache
 constexpr int ROWS = LANES == 16 ? 8 : 2;
-constexpr double SURE = 0.9;         // of the mass of a head's likely outputs, as measured
+constexpr double SURE = 0.9;         // a share of the mass of a head's likely outputs, as measured
 
 struct Weight {
   const char* chunks;
@@ -47,7 +47,7 @@ struct Weight {
   const int8_t* levels;
   const float *factors, *bias;
   at::ScalarType scale_type;
-  bool are_multiples;  // the mins: of the scales
+  bool are_multiples;  // the mins are multiples of the scales
   int64_t inputs, outputs, columns, parts, zero;
 
   // A vector of scales or mins of `part`; `which` is 0 for scales, 1 for mins.
@@ -60,7 +60,7 @@ struct Weight {
   }
 };
 
-// The four-bit integers as bytes, of `levels` those with their zero at 128.
+// The `levels` of four-bit integers as bytes, with their zero at 128.
 inline Words looked_up(Words indices, const int8_t* levels) {
 #if defined(__AVX512BW__)
   auto table = _mm512_broadcast_i32x4(load<__m128i>(levels));
@@ -83,14 +83,14 @@ struct Kind {
   static constexpr int COLUMNS = BITS == 8 ? 4 : 8, CHUNKS = PART / COLUMNS, FOURS = COLUMNS / 4;
   static constexpr bool IS_HIGH = BITS == 5 || BITS == 6;
 
-  // Bytes of four columns each: columns `4 * i` to `4 * i + 3` of those of a chunk, `number` of the part.
+  // Bytes of four columns each: columns `4 * i` to `4 * i + 3` of chunk `number` of the part.
   static Words bytes(Words chunk, Words high, int number, int i, const int8_t* levels) {
     if constexpr (BITS == 8) return chunk ^ 0x80808080u;
     auto low = (i ? chunk >> 4 : chunk) & 0x0f0f0f0fu;
     if constexpr (LEVELS) return looked_up(low, levels);
     constexpr auto EXTRA = BITS - 4;
     if constexpr (EXTRA > 0) {
-      auto bit = (number * 2 + i) * EXTRA;  // of each byte of `high`
+      auto bit = (number * 2 + i) * EXTRA;  // its place in each byte of `high`
       auto moved = bit <= 4 ? high << (4 - bit) : high >> (bit - 4);
       low |= moved & (EXTRA == 1 ? 0x10101010u : 0x30303030u);
     }

@@ -31,7 +31,7 @@ constexpr int64_t QUERIES = 8 * SIDE;  // whose scores stay in the second cache
 int64_t parts(int64_t count, int64_t size) { return (count + size - 1) / size; }
 
 struct Singles {
-  static constexpr int NUMBERS = 1;  // of a word
+  static constexpr int NUMBERS = 1;  // in a word
 
   static Floats power(Floats x) { return exponential(x * 0.693147181f); }
   static uint32_t word(float number, float) { return std::bit_cast<uint32_t>(number); }
@@ -70,7 +70,7 @@ struct Pairs {
 using Pairs = Singles;
 #endif
 
-// sums[r] = the sum over words of rows[r] times those of the panel, for R rows.
+// sums[r] = the sum over words of rows[r] times the words of the panel, for R rows.
 template <class Kind, int R>
 void multiply(const float* rows, int64_t stride, const uint32_t* panel, int64_t words, float* sums, int64_t apart) {
   Floats sum[R][VECTORS] = {};

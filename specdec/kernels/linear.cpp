@@ -169,8 +169,8 @@ struct Rows {
   }
 };
 
-// Adds columns `[begin, end)` of B blocks, `apart` from one another, to the sums `[R, 32]` of R rows, those of a further
-// block behind `BATCH` rows; prefetches at `ahead` in each of them, which moves on by `stride` bytes a chunk. A
+// Adds columns `[begin, end)` of B blocks, `apart` from one another, to the sums `[R, 32]` of R rows; a further block
+// has its sums behind `BATCH` rows; prefetches at `ahead` in each of them, which moves on by `stride` bytes a chunk. A
 // group is summed up in integers' units, and scaled then.
 template <class Kind, int R, int B>
 void add_columns(const Packed& packed, int64_t block, int64_t apart, int64_t begin, int64_t end,
@@ -372,7 +372,7 @@ inline void add_group(const Packed& packed, int64_t block, int64_t group, Rows<a
 template <class Kind>
 void add_tiles(const Packed& packed, int64_t block, Rows<at::BFloat16> rows, int64_t count, float* sums) {
   alignas(64) Words room[PANEL / 2 * VECTORS];
-  alignas(64) float group_sums[TOGETHER * BLOCK];  // of a group, in integers' units
+  alignas(64) float group_sums[TOGETHER * BLOCK];  // in integers' units
   int64_t sized = 0;  // rows for which tiles are set
   std::fill_n(sums, count * BLOCK, 0.0f);
   for (int64_t begin = 0; begin < packed.columns; begin += PANEL) {

@@ -86,8 +86,8 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, nodes: Tensor, scale: 
 
     `nodes`, int32 `[tokens, 4 + words]` or `[1, 1, tokens, 4 + words]`, has for each token: row, column (where
     `store_nodes` writes it), first, base, and words of 32 bits. The token sees the columns from `first` to before
-    `base`, and `base + 32 * w + j` where bit j of word w is set; its own only if it is among these. A token that sees
-    nothing gets zeros. Unseen columns do not matter, not even if they hold NaN.
+    `base`, and `base + 32 * w + j` where bit j of word w is set. It sees itself only if its column is among these. A
+    token that sees nothing gets zeros. Unseen columns do not matter, not even if they hold NaN.
 
     `softcap` bounds scores as in Gemma 2 (arXiv:2408.00118, section 2), 0 does not; `sinks` `[heads]` are scores
     without a value, as in GPT-OSS. `biases` `[heads, distances]` are added to scores as in T5 (arXiv:1910.10683,
@@ -103,7 +103,7 @@ def gumbel_draws(scores: Tensor, addresses: Sequence[int]) -> Tensor:
     """Gumbel-max draws `[rows]` from `scores` `[rows, vocab]` float32 on the CPU, each with the noise of a 64-bit
     address.
 
-    The noise is that of `specdec.decoding.noise`. -1: all scores are -inf; -2: one is NaN.
+    `specdec.decoding.noise` makes the same noise. -1: all scores are -inf; -2: one is NaN.
     """
     return torch.ops.specdec.draws.default(scores, [signed(address) for address in addresses])
 
