@@ -60,27 +60,27 @@ class KvSession(KvCache):
         if attentions:
             self._language.check_attentions()
             extras["output_attentions"] = True
-        new, found = dict[int, RowNodes](), dict[int, Logits]()
+        new, outputs = dict[int, RowNodes](), dict[int, Logits]()
         for row, work in zip(rows, works, strict=True):
             row.tree = work.tree
             if work.pictures is not None:
-                found[work.row] = self._padded.run_with_pictures(row, work, extras)
+                outputs[work.row] = self._padded.run_with_pictures(row, work, extras)
             elif work.num_new:
                 row.columns.begin(work)
                 new[row.index] = RowNodes(row.index, row.columns, work)
         if self.cross is not None:
             self.cross.project(new)
-        ragged, given = self._language.ragged, [nodes.work.embeds is not None for nodes in new.values()]
-        if ragged is not None and new and not attentions and all(one == ragged.model.reads_embeds for one in given):
-            found |= self._run_ragged(ragged, list(new.values()), hidden)
+        ragged, embeds = self._language.ragged, [nodes.work.embeds is not None for nodes in new.values()]
+        if ragged is not None and new and not attentions and all(one == ragged.model.reads_embeds for one in embeds):
+            outputs |= self._run_ragged(ragged, list(new.values()), hidden)
         elif new:
             if self._language.is_strict:
                 raise UnsupportedError(
                     "`exactness`='strict' takes no embeddings and returns no attentions: leave them out"
                 )
-            found |= self._padded.run(new, extras)
+            outputs |= self._padded.run(new, extras)
         none = self._like.new_empty(0, self._language.vocab_size)
-        return [found.get(work.row) or Logits(work, none) for work in works]
+        return [outputs.get(work.row) or Logits(work, none) for work in works]
 
     def _run_ragged(
         self, ragged: RaggedForward, rows: Sequence[RowNodes], hidden: bool | Sequence[int]
@@ -89,13 +89,13 @@ class KvSession(KvCache):
             self.buffers.extend(row.row_index, row.columns.top + row.work.num_new)
         logits, states = ragged(self._inputs(ragged, rows), hidden)
         self.passes += 1
-        found, begin, kept = dict[int, Logits](), 0, 0
+        outputs, begin, place = dict[int, Logits](), 0, 0
         for work in (row.work for row in rows):
-            end, own = begin + work.num_new, logits[kept : kept + work.num_logits]
+            end, row_logits = begin + work.num_new, logits[place : place + work.num_logits]
             hidden_states = tuple(None if layer is None else layer[begin:end] for layer in states) or None
-            found[work.row] = Logits(work, own, hidden_states=hidden_states, passes=(self.passes,))
-            begin, kept = end, kept + work.num_logits
-        return found
+            outputs[work.row] = Logits(work, row_logits, hidden_states=hidden_states, passes=(self.passes,))
+            begin, place = end, place + work.num_logits
+        return outputs
 
     def _inputs(self, ragged: RaggedForward, rows: Sequence[RowNodes]) -> PassInputs:
         cross, language = self.cross, self._language
@@ -124,8 +124,8 @@ class KvSession(KvCache):
         ragged, named = self._language.ragged, [self.row(row) for row in rows]
         if ragged is None or not ragged.draft_chains or any(row.columns.scattered for row in named):
             return None
-        given: Sequence[Tensor | None] = embeds or [None] * len(rows)
-        works = [Work(row, Tree.chain(text), embeds=one) for row, text, one in zip(rows, texts, given, strict=True)]
+        vectors: Sequence[Tensor | None] = embeds or [None] * len(rows)
+        works = [Work(row, Tree.chain(text), embeds=one) for row, text, one in zip(rows, texts, vectors, strict=True)]
         nodes = [RowNodes(row.index, row.columns, work) for row, work in zip(named, works, strict=True)]
         begins = [row.columns.top + len(text) for row, text in zip(named, texts, strict=True)]
         for row, work, begin, rule in zip(named, works, begins, rules, strict=True):

@@ -61,8 +61,8 @@ class PaddedPasses:
         assert pictures.length == work.num_new
         row.columns.shift = pictures.shift
         self._cache.buffers.point(row.index, 0, pictures.length)
-        kept = {self._logits_argument: 1} if self._logits_argument else {}
-        output = self._language.model(**pictures.inputs, **{CACHE: self._cache.buffers}, **_OPTIONS, **extras, **kept)
+        last = {self._logits_argument: 1} if self._logits_argument else {}
+        output = self._language.model(**pictures.inputs, **{CACHE: self._cache.buffers}, **_OPTIONS, **extras, **last)
         self._cache.passes += 1
         states = tuple(None if layer is None else layer[0] for layer in returned(output, "hidden_states")) or None
         attentions = tuple(layer[0, :, :, : pictures.length] for layer in returned(output, "attentions")) or None
@@ -71,10 +71,10 @@ class PaddedPasses:
 
     def run(self, rows: dict[int, RowNodes], extras: dict[str, Any]) -> dict[int, Logits]:
         """The outputs by row of one pass, or several where rows lie far apart; `extras`: arguments of the model."""
-        found: dict[int, Logits] = {}
+        outputs: dict[int, Logits] = {}
         for first, last in self._spans(rows):
-            found |= self._padded(rows, first, last, extras)
-        return found
+            outputs |= self._padded(rows, first, last, extras)
+        return outputs
 
     def _spans(self, rows: dict[int, RowNodes]) -> list[tuple[int, int]]:
         order = sorted(rows)
@@ -118,8 +118,8 @@ class PaddedPasses:
         here = []
         for index, held in enumerate(self._cache.rows[first : last + 1], first):
             here.append(rows.get(index) or RowNodes(index, held.columns, Work(held.number, EMPTY, 0)))
-        works = [own.work for own in here]
-        layout = Layout.of([work.tree for work in works], [own.columns for own in here], self._language.device)
+        works = [nodes.work for nodes in here]
+        layout = Layout.of([work.tree for work in works], [nodes.columns for nodes in here], self._language.device)
         if layout.view is None and layout.nodes > 1 and self._language.forgets_order:
             layout = replace(layout, view=layout.causal())
         self._cache.buffers.prepare(layout, first)
@@ -135,14 +135,14 @@ class PaddedPasses:
             inputs[self._logits_argument] = len(nodes) if is_end else torch.tensor(nodes, device=self._language.device)
         output = self._run(inputs, layout)
         self._cache.passes += 1
-        found: dict[int, Logits] = {}
-        for row, (own, work) in enumerate(zip(here, works, strict=True)):
+        outputs: dict[int, Logits] = {}
+        for row, (nodes_of_row, work) in enumerate(zip(here, works, strict=True)):
             begin = nodes.index(work.num_new - work.num_logits) if work.num_logits else 0
             logits, more = output.logits[row, begin : begin + work.num_logits], {}
             if extras:
-                more = _extras(output, layout, row, None if cross is None else cross.frames(own.row_index))
-            found[work.row] = Logits(work, logits, passes=(self._cache.passes,), **more)
-        return found
+                more = _extras(output, layout, row, None if cross is None else cross.frames(nodes_of_row.row_index))
+            outputs[work.row] = Logits(work, logits, passes=(self._cache.passes,), **more)
+        return outputs
 
     def _inputs(self, works: Sequence[Work], layout: Layout) -> dict[str, Any]:
         inputs: dict[str, Any] = {CACHE: self._cache.buffers} | _OPTIONS
@@ -192,8 +192,8 @@ class PaddedPasses:
 
 def _extras(output: Any, layout: Layout, row: int, frames: int | None) -> dict[str, Any]:
     """Hidden states and attentions of a row, which sees `frames` positions of its encoder."""
-    size, own = layout.sizes[row], layout.maps[row]
-    columns = [*range(own.base), *own.scattered, *range(own.top, own.top + size)]
+    size, row_map = layout.sizes[row], layout.maps[row]
+    columns = [*range(row_map.base), *row_map.scattered, *range(row_map.top, row_map.top + size)]
     extras = {
         "hidden_states": [None if layer is None else layer[row, :size] for layer in returned(output, "hidden_states")],
         "attentions": [layer[row, :, :size, columns] for layer in returned(output, "attentions")],

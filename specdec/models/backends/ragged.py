@@ -116,14 +116,14 @@ class RaggedForward:
         language = self._language
         ids = trial_ids(language.num_ids, _TRIED).to(language.device)
         text, frames = DynamicCache(), DynamicCache()
-        given: dict[str, Any] = {CACHE: text}
-        given["inputs_embeds" if self.model.reads_embeds else self.model.prefix + "input_ids"] = self.model.inputs(ids)
+        call: dict[str, Any] = {CACHE: text}
+        call["inputs_embeds" if self.model.reads_embeds else self.model.prefix + "input_ids"] = self.model.inputs(ids)
         encoding = trial_encoding(language)
         if encoding is not None:
-            given[CACHE] = EncoderDecoderCache(text, frames)
-            given["encoder_outputs"] = encoding.output
+            call[CACHE] = EncoderDecoderCache(text, frames)
+            call["encoder_outputs"] = encoding.output
         returns = gives_hidden_states(language.decoder)
-        output = language.model(**given, use_cache=True, output_hidden_states=returns)
+        output = language.model(**call, use_cache=True, output_hidden_states=returns)
         self.model.states = len(returned(output, "hidden_states"))
         self.model.widths = [(keys.shape[1], keys.shape[3], values.shape[3]) for keys, values in _pairs(text)]
         buffers: Any = [

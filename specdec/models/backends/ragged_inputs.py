@@ -61,23 +61,23 @@ class PassInputs(NamedTuple):
         encoders: Sequence[list[int]] | None = None,
     ) -> PassInputs:
         """All nodes of these rows, one row after the other; `encoders[i]` is what row i sees of its encoder."""
-        sizes, kept = [row.work.num_new for row in rows], list[int]()
+        sizes, with_logits = [row.work.num_new for row in rows], list[int]()
         if all(len(row.work.tree) == row.work.num_logits == 1 and row.columns.top for row in rows):
             steps = StepInputs.of(rows, [row.columns.top for row in rows], 1, kinds)
             positions, tables = steps.positions[0], [of_kind[0] for of_kind in steps.tables]
         else:
             placed = [_placed(row) for row in rows]
-            shifted = [own.positions + row.columns.shift for own, row in zip(placed, rows, strict=True)]
-            wide = max(own.kin.shape[1] for own in placed)
-            found = [np.concatenate([own.table(kind, wide) for own in placed]) for kind in kinds]
+            shifted = [place.positions + row.columns.shift for place, row in zip(placed, rows, strict=True)]
+            wide = max(place.kin.shape[1] for place in placed)
+            arrays = [np.concatenate([place.table(kind, wide) for place in placed]) for kind in kinds]
             positions = torch.from_numpy(np.concatenate(shifted)[None])
-            tables = [torch.from_numpy(table[None, None]) for table in found]
+            tables = [torch.from_numpy(table[None, None]) for table in arrays]
         for row, end in zip(rows, accumulate(sizes), strict=True):
-            kept += range(end - row.work.num_logits, end)
+            with_logits += range(end - row.work.num_logits, end)
         return cls(
             torch.tensor([[token for row in rows for token in row.work.new_tokens]], device=device),
             positions.to(device),
-            torch.tensor(kept or [sum(sizes) - 1], device=device),
+            torch.tensor(with_logits or [sum(sizes) - 1], device=device),
             [table.to(device) for table in tables],
             [] if encoders is None else [_cross(sizes, encoders).to(device)],
             torch.arange(sum(sizes), device=device),
@@ -102,8 +102,8 @@ class StepInputs:
     ) -> StepInputs:
         """The first tokens of these rows go to these columns."""
         at = np.arange(passes)[:, None] + np.array(columns)
-        own = np.broadcast_to(np.array([row.row_index for row in rows]), at.shape)
-        tables = [np.stack([own, at, np.minimum(kind.first_seen(at), at + 1), at + 1], 2) for kind in kinds]
+        row_numbers = np.broadcast_to(np.array([row.row_index for row in rows]), at.shape)
+        tables = [np.stack([row_numbers, at, np.minimum(kind.first_seen(at), at + 1), at + 1], 2) for kind in kinds]
         stacked = [torch.from_numpy(table.astype(np.int32)[:, None, None]) for table in tables]
         return cls(torch.from_numpy((at + np.array([row.columns.shift for row in rows]))[:, None]), stacked)
 
@@ -145,16 +145,16 @@ def _cross(sizes: Sequence[int], encoders: Sequence[list[int]]) -> Tensor:
 
 
 def _placed(row: RowNodes) -> _Placed:
-    own, tree, size = row.columns, row.work.tree, row.work.num_new
-    if not own.scattered and tree.is_chain:
-        columns = np.arange(own.top, own.top + size)
+    row_map, tree, size = row.columns, row.work.tree, row.work.num_new
+    if not row_map.scattered and tree.is_chain:
+        columns = np.arange(row_map.top, row_map.top + size)
         none = np.zeros((size, 0), dtype=bool)
         return _Placed(row.row_index, columns, columns, columns + 1, none, np.zeros(0, dtype=np.int64))
-    used, parents = own.with_new(tree)
-    count, few = len(own.scattered), own.top + size - own.base
-    at = np.array(used) - own.base
+    used, parents = row_map.with_new(tree)
+    count, few = len(row_map.scattered), row_map.top + size - row_map.base
+    at = np.array(used) - row_map.base
     kin = np.zeros((size, few), dtype=bool)
     kin[:, at] = ancestry(parents)[count:]
     depth = np.zeros(few, dtype=np.int64)
-    depth[at] = np.array(depths_of(parents)) + own.base
-    return _Placed(row.row_index, np.array(used[count:]), depth[at[count:]], np.full(size, own.base), kin, depth)
+    depth[at] = np.array(depths_of(parents)) + row_map.base
+    return _Placed(row.row_index, np.array(used[count:]), depth[at[count:]], np.full(size, row_map.base), kin, depth)

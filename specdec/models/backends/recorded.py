@@ -74,10 +74,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc,no-untyped-call]
         result = func(*args, **(kwargs or {}))
         names = func._schema.arguments[len(args) :]
         arguments = [*args, *((kwargs or {}).get(one.name, one.default_value) for one in names)]
-        made = list(result) if isinstance(result, list | tuple) else [] if result is None else [result]
-        if not all(isinstance(one, Tensor) for one in made):
+        tensors = list(result) if isinstance(result, list | tuple) else [] if result is None else [result]
+        if not all(isinstance(one, Tensor) for one in tensors):
             raise _Unrecordable(f"{func} makes {type(result).__name__}, on which the next operators may depend")
-        self.calls.append((func, arguments, made))
+        self.calls.append((func, arguments, tensors))
         return result
 
 
@@ -91,32 +91,32 @@ class _Tape:
         self.measured = _measured(inputs)
         self.sizes = [self.inputs[number].shape[dimension] for number, dimension in self.measured]
         numbers = {id(tensor): place for place, tensor in enumerate(self.inputs)}
-        made = set[int]()
+        result_ids = set[int]()
         for _, arguments, tensors in self.calls:
             for tensor in (value for _, value in _flat(arguments) if isinstance(value, Tensor)):
-                if id(tensor) not in made and id(tensor) not in numbers:
+                if id(tensor) not in result_ids and id(tensor) not in numbers:
                     numbers[id(tensor)] = len(numbers)
                     self.held.append(tensor)
-            made |= set(map(id, tensors))
+            result_ids |= set(map(id, tensors))
         count = len(numbers)
-        self.read, self.made = list[dict[Place, int]](), list[list[int]]()
+        self.read, self.results = list[dict[Place, int]](), list[list[int]]()
         for _, arguments, tensors in self.calls:
             flat = _flat(arguments)
             self.read.append({place: numbers[id(value)] for place, value in flat if isinstance(value, Tensor)})
-            self.made.append(list(range(count, count := count + len(tensors))))
-            numbers |= {id(tensor): number for tensor, number in zip(tensors, self.made[-1], strict=True)}
+            self.results.append(list(range(count, count := count + len(tensors))))
+            numbers |= {id(tensor): number for tensor, number in zip(tensors, self.results[-1], strict=True)}
         self.returned = [numbers[id(tensor)] for tensor in outputs]
 
     def passes(self, other: _Tape) -> Any:
         """What runs passes of any sizes, if the `other` one differs in its sizes alone."""
-        flows = [([call[0] for call in tape.calls], tape.read, tape.made, tape.returned) for tape in (self, other)]
+        flows = [([call[0] for call in tape.calls], tape.read, tape.results, tape.returned) for tape in (self, other)]
         same = flows[0] == flows[1] and len(self.held) == len(other.held)
         pairs = zip(self.held, other.held, strict=same)
         if not same or not all(one is two or torch.equal(one, two) for one, two in pairs):
             raise _Unrecordable("its operators depend on the number of tokens")
         passes = kernels.passes(len(self.inputs), self.measured, self.held)
-        for (func, mine, _), (_, theirs, _), read, made in zip(
-            self.calls, other.calls, self.read, self.made, strict=True
+        for (func, mine, _), (_, theirs, _), read, results in zip(
+            self.calls, other.calls, self.read, self.results, strict=True
         ):
             sizes = [
                 [*place, *self._factor(one, two, other.sizes)]
@@ -124,7 +124,7 @@ class _Tape:
                 if not isinstance(one, Tensor | torch.ScriptObject) and one != two
             ]
             values, constants = [[*place, number] for place, number in read.items()], tuple(map(_constant, mine))
-            passes.add(func._schema.name, func._schema.overload_name, constants, values, sizes, made)
+            passes.add(func._schema.name, func._schema.overload_name, constants, values, sizes, results)
         passes.end(self.returned)
         return passes
 
@@ -159,8 +159,8 @@ def draft_chain(
     """Drafts chains: the first pass has inputs `first`; `embeddings` are those of a head (`PackedLinear.table`)."""
     encoders = [table[:, :, first.last[first.kept]] for table in first.encoders]
     others = [side for pair in (*first.buffers, *first.frames) for side in pair]
-    given = first.tensors, steps.positions, steps.tables, encoders, others, list(map(_numbers, rules)), embeddings
-    tokens, probabilities, scores = passes.draft_chain(*given)
+    arguments = first.tensors, steps.positions, steps.tables, encoders, others, list(map(_numbers, rules)), embeddings
+    tokens, probabilities, scores = passes.draft_chain(*arguments)
     guesses = [list(zip(*chain, strict=True)) for chain in zip(tokens, probabilities, strict=True)]
     rest = iter(scores)
     return Chained(guesses, [next(rest).softmax(-1) if rule.needs_q else None for rule in rules])

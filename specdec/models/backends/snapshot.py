@@ -81,8 +81,8 @@ class _Row:
 
     def remember(self) -> None:
         """Takes a snapshot, unless the last one is of this length or cutting needs none."""
-        taken = self.snapshot is not None and self.snapshot[0] == self.num_cached
-        if self.num_cached and not taken and not recurrent_state.can_be_cut(self.cache):
+        is_current = self.snapshot is not None and self.snapshot[0] == self.num_cached
+        if self.num_cached and not is_current and not recurrent_state.can_be_cut(self.cache):
             self.snapshot = (self.num_cached, recurrent_state.snapshot(self.cache), self.modules)
 
 
@@ -116,12 +116,12 @@ class ReplaySession(Session):
         if length > len(source.tokens):
             raise OptionError.of("length", f"at most the {len(source.tokens)} tokens that the row holds", length)
         # The snapshot is shared: restoring copies its tensors.
-        own = {"tokens": list(source.tokens), "cache": copy.deepcopy(source.cache)}
-        number = self._new(made := replace(source, **own, tree=EMPTY, ran=[]))
+        copies = {"tokens": list(source.tokens), "cache": copy.deepcopy(source.cache)}
+        number = self._new(branch := replace(source, **copies, tree=EMPTY, ran=[]))
         self.truncate([number], [length])
         if self._begins_anew:
-            made.forget_cache()
-            made.initial_length = 0
+            branch.forget_cache()
+            branch.initial_length = 0
         return number
 
     def remove(self, rows: Sequence[int]) -> None:
@@ -143,7 +143,7 @@ class ReplaySession(Session):
         if attentions:
             extras["output_attentions"] = True
             self._language.check_attentions(branched=not all(work.tree.is_chain for work in works))
-        found = []
+        outputs = []
         for row, work in zip(rows, works, strict=True):
             if work.embeds is not None:  # those of earlier tokens stay, in case the row is replayed
                 before = work.embeds[:0] if row.embeds is None else row.embeds
@@ -153,10 +153,10 @@ class ReplaySession(Session):
             row.ran = []
             passes = self.passes
             out = self._run_work(row, work, extras)
-            found.append(replace(out, passes=range(passes, self.passes)))
+            outputs.append(replace(out, passes=range(passes, self.passes)))
         for row, work in zip(rows, works, strict=True):
             row.tree = work.tree
-        return found
+        return outputs
 
     def commit(
         self,
@@ -167,10 +167,10 @@ class ReplaySession(Session):
         final: bool = True,
     ) -> None:
         """Extends texts; a cache beyond the kept path is brought back."""
-        for i, (row, kept) in enumerate(zip(map(self._row, rows), paths, strict=True)):
-            path = kept if num_texts is None else kept[: num_texts[i]]
-            if any(node >= len(row.tree) for node in kept):
-                raise OptionError.of("paths", f"nodes of the last pass, which had {len(row.tree)}", kept)
+        for i, (row, nodes) in enumerate(zip(map(self._row, rows), paths, strict=True)):
+            path = nodes if num_texts is None else nodes[: num_texts[i]]
+            if any(node >= len(row.tree) for node in nodes):
+                raise OptionError.of("paths", f"nodes of the last pass, which had {len(row.tree)}", nodes)
             before, ran = len(row.tokens), row.ran
             row.tokens += [row.tree.tokens[node] for node in path]
             common = next((i for i, pair in enumerate(zip(path, ran, strict=False)) if pair[0] != pair[1]), len(path))
@@ -180,7 +180,7 @@ class ReplaySession(Session):
             self._cautious |= not complete or (bool(path) and not final)
             self._proven |= final and complete and row.snapshot is not None
             row.final = len(row.tokens) if final else row.final
-            row.tree, row.ran = row.tree.part(kept, len(path)), []
+            row.tree, row.ran = row.tree.part(nodes, len(path)), []
 
     def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         for row, length in zip(map(self._row, rows), lengths, strict=True):
@@ -201,19 +201,19 @@ class ReplaySession(Session):
         return self.rows[number]
 
     def _run_work(self, row: _Row, work: Work, extras: dict[str, Any]) -> Logits:
-        tree, first, kept = work.tree, work.first, work.num_logits
+        tree, first, num_logits = work.tree, work.first, work.num_logits
         if not work.num_new:
             return Logits(work, self._no_logits())
         if not tree.is_chain:
             return self._run_paths(row, work, extras)
-        self._get_ready(row, tentative=kept > 1)
-        known = first if kept > 1 and not extras and first > _LONG_REPLAY and not self._is_plain(row) else 0
+        self._get_ready(row, tentative=num_logits > 1)
+        num_prompt = first if num_logits > 1 and not extras and first > _LONG_REPLAY and not self._is_plain(row) else 0
         length = len(row.tokens)
-        if known:  # a snapshot between prompt and draft saves reading the prompt twice
-            self._feed(row, row.tokens[row.num_cached :] + tree.tokens[:known], 1, {})
+        if num_prompt:  # a snapshot between prompt and draft saves reading the prompt twice
+            self._feed(row, row.tokens[row.num_cached :] + tree.tokens[:num_prompt], 1, {})
             row.remember()
-        extra = tree.tokens[row.num_cached - length :] if known else row.tokens[row.num_cached :] + tree.tokens
-        output = self._feed(row, extra, len(tree) if extras else max(kept, 1), extras)
+        extra = tree.tokens[row.num_cached - length :] if num_prompt else row.tokens[row.num_cached :] + tree.tokens
+        output = self._feed(row, extra, len(tree) if extras else max(num_logits, 1), extras)
         row.ran = list(range(len(tree)))
         logits = output.pop("logits")
         new: dict[str, Any] = {
@@ -221,7 +221,7 @@ class ReplaySession(Session):
             for name, layers in output.items()
             if layers
         }
-        return Logits(work, logits[len(logits) - kept :], **new)
+        return Logits(work, logits[len(logits) - num_logits :], **new)
 
     def _run_paths(self, row: _Row, work: Work, extras: dict[str, Any]) -> Logits:
         tree, first, inner = work.tree, work.first, set(work.tree.parents)
@@ -234,10 +234,10 @@ class ReplaySession(Session):
             output = self._feed(row, tokens, len(path), extras)
             row.ran = path
             places |= {node: (output, depth) for depth, node in enumerate(path)}
-        wanted = [own["logits"][at] for own, at in (places[node] for node in range(first, len(tree)))]
+        wanted = [of_pass["logits"][at] for of_pass, at in (places[node] for node in range(first, len(tree)))]
         new = [places[node] for node in range(work.num_cached, len(tree))]
         layers = tuple(
-            None if layer is None else torch.stack([own["hidden_states"][i][at] for own, at in new])
+            None if layer is None else torch.stack([of_pass["hidden_states"][i][at] for of_pass, at in new])
             for i, layer in enumerate(output["hidden_states"])
         )
         return Logits(work, torch.stack(wanted) if wanted else self._no_logits(), hidden_states=layers or None)
@@ -259,26 +259,26 @@ class ReplaySession(Session):
         if row.num_cached <= row.final:
             row.remember()
 
-    def _feed(self, row: _Row, tokens: list[int], kept: int, extras: dict[str, Any]) -> dict[str, Any]:
-        """Feeds `tokens` to the cache; returns logits and extras of the last `kept`."""
+    def _feed(self, row: _Row, tokens: list[int], num_last: int, extras: dict[str, Any]) -> dict[str, Any]:
+        """Feeds `tokens` to the cache; returns logits and extras of the last `num_last`."""
         capability = self._language.capability
         whole = capability.cache_kind == "none"  # passes read the text from its beginning
-        if capability.chunks or (kept == 1 if whole else row.cache is None or len(tokens) == 1):
-            return self._pass(row, tokens, kept, extras)
+        if capability.chunks or (num_last == 1 if whole else row.cache is None or len(tokens) == 1):
+            return self._pass(row, tokens, num_last, extras)
         if "output_attentions" in extras:
             self._language.check_attentions(drafted=True)
-        ends = range(1, len(tokens) + 1)[-kept:] if whole else range(1, len(tokens) + 1)
-        steps = [self._pass(row, tokens[0 if whole else end - 1 : end], 1, extras) for end in ends][-kept:]
+        ends = range(1, len(tokens) + 1)[-num_last:] if whole else range(1, len(tokens) + 1)
+        steps = [self._pass(row, tokens[0 if whole else end - 1 : end], 1, extras) for end in ends][-num_last:]
         hidden = zip(*(step["hidden_states"] for step in steps), strict=True)
         return {
             "logits": torch.cat([step["logits"] for step in steps]),
             "hidden_states": tuple(None if layer[0] is None else torch.cat(layer) for layer in hidden),
         }
 
-    def _pass(self, row: _Row, tokens: list[int], kept: int, extras: dict[str, Any]) -> dict[str, Any]:
+    def _pass(self, row: _Row, tokens: list[int], num_last: int, extras: dict[str, Any]) -> dict[str, Any]:
         inputs, spans = self._inputs(row, tokens) | extras, None
         if (name := self._language.logits_argument) is not None:
-            inputs[name] = kept
+            inputs[name] = num_last
         if self._language.capability.boundary is not None:  # lengths of the text when plain decoding read each token
             at = torch.arange(row.num_cached + 1, row.num_cached + len(tokens) + 1)
             spans = at[None].clamp(min=row.initial_length)
@@ -293,10 +293,10 @@ class ReplaySession(Session):
         row.num_cached = row.num_cached + len(tokens) if row.cache is not None else 0
         hidden = returned(output, "hidden_states")
         return {
-            "logits": output.logits[0, -kept:],
-            "hidden_states": tuple(None if layer is None else layer[0, -kept:] for layer in hidden),
+            "logits": output.logits[0, -num_last:],
+            "hidden_states": tuple(None if layer is None else layer[0, -num_last:] for layer in hidden),
             **{
-                name: tuple(layer[0, :, -kept:] for layer in returned(output, name))
+                name: tuple(layer[0, :, -num_last:] for layer in returned(output, name))
                 for name in ("attentions", "cross_attentions")
             },
         }
@@ -331,7 +331,7 @@ class ReplaySession(Session):
                 inputs["input_ids"] = ids  # never read: without them, FSMT's tokens see later ones
         if row.embeds is not None and row.num_cached < len(row.embeds):
             hidden = language.model.get_input_embeddings()(ids).clone()
-            given = row.embeds[row.num_cached : row.num_cached + len(tokens)]
-            hidden[0, : len(given)] = given.to(hidden)
+            embeds = row.embeds[row.num_cached : row.num_cached + len(tokens)]
+            hidden[0, : len(embeds)] = embeds.to(hidden)
             return inputs | {"inputs_embeds": hidden}
         return inputs | {language.prefix + "input_ids": ids}
