@@ -2,7 +2,7 @@
 
 Ragged passes have few sizes that change: the numbers of new nodes and of nodes with logits, and the rows and columns of
 the buffers. So a pass over a few nodes is recorded twice, with different sizes. A number that is the same in both is a
-constant, and other numbers are multiples of one size. The operators are those of the model, so that results are equal,
+constant, and other numbers are multiples of one size. The model's operators are called, so that results are equal,
 bit for bit; a third pass, over one node, compares them. Models whose Python reads values are not recorded. Python that
 takes another way for long inputs alone is not seen, which no decoder of transformers has been found to do.
 """
@@ -25,7 +25,7 @@ from specdec.models.backends.ragged_model import RaggedModel
 
 _log = logging.getLogger(__name__)
 _FORMATS: dict[Any, int] = {torch.contiguous_format: 0, torch.preserve_format: 1, torch.channels_last: 2}
-_WORDS = 2  # of the tables
+_WORDS = 2  # words of bits in a table
 
 Place = tuple[int, int]
 """An argument of a call, and a place in its list, or -1."""
@@ -156,7 +156,7 @@ def record(model: RaggedModel) -> Any:
 def draft_chain(
     passes: Any, first: PassInputs, steps: StepInputs, rules: Sequence[ChainRule], embeddings: Tensor | None
 ) -> Chained:
-    """Drafts chains: the first pass has inputs `first`; `embeddings` are those of a head (`PackedLinear.table`)."""
+    """Drafts chains: the first pass has inputs `first`; `embeddings` is a head's `PackedLinear.table`."""
     encoders = [table[:, :, first.last[first.kept]] for table in first.encoders]
     others = [side for pair in (*first.buffers, *first.frames) for side in pair]
     arguments = first.tensors, steps.positions, steps.tables, encoders, others, list(map(_numbers, rules)), embeddings

@@ -24,7 +24,7 @@ from specdec.models.encoding import Encoding
 from specdec.models.hf.private_api import hidden_states_of, returned
 from specdec.models.protocols import ModelSpec, Session
 
-_LONG_REPLAY = 16  # tokens: more missing ones get a pass of their own, after which a snapshot is taken
+_LONG_REPLAY = 16  # tokens: more missing tokens get a pass alone, after which a snapshot is taken
 _MODULE_LOCKS: WeakKeyDictionary[Any, threading.RLock] = WeakKeyDictionary()
 
 
@@ -94,7 +94,7 @@ class ReplaySession(Session):
     """
 
     def __init__(self, language: ModelSpec) -> None:
-        self.passes = 0  # of the model
+        self.passes = 0  # how many the model has run
         self.cache_reset_length = language.capability.cache_reset_length
         self._language = language
         self.rows: dict[int, _Row] = {}
@@ -145,7 +145,7 @@ class ReplaySession(Session):
             self._language.check_attentions(branched=not all(work.tree.is_chain for work in works))
         outputs = []
         for row, work in zip(rows, works, strict=True):
-            if work.embeds is not None:  # those of earlier tokens stay, in case the row is replayed
+            if work.embeds is not None:  # embeddings of earlier tokens stay, in case the row is replayed
                 before = work.embeds[:0] if row.embeds is None else row.embeds
                 row.embeds = torch.cat([before[: len(row.tokens)], work.embeds])
             row.rewind(len(row.tokens))
@@ -225,7 +225,7 @@ class ReplaySession(Session):
 
     def _run_paths(self, row: _Row, work: Work, extras: dict[str, Any]) -> Logits:
         tree, first, inner = work.tree, work.first, set(work.tree.parents)
-        places: dict[int, tuple[dict[str, Any], int]] = {}  # of each node: its pass, and where in that
+        places: dict[int, tuple[dict[str, Any], int]] = {}  # for each node its pass, and its place there
         for leaf in (node for node in range(len(tree)) if node not in inner):
             path = tree.path(leaf)
             row.rewind(len(row.tokens))
