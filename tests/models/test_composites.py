@@ -30,6 +30,7 @@ from transformers import (
 )
 
 from specdec import SpecGenerator, UnsupportedError
+from tests.matrix import in_pairs
 from tests.models.encoders import IDS, loud, masked, text
 from tests.oracle import oracle
 
@@ -95,12 +96,10 @@ def check(encoder: str, decoder: str, backend: str) -> None:
             assert out.sequences.tolist() == expected, (how, kind)
 
 
-@pytest.mark.parametrize("encoder", ["bert", "vit", "wav2vec2"])
-@pytest.mark.parametrize("decoder", ["gpt2", "roberta"])
-def test_a_composite_writes_its_own_text(encoder: str, decoder: str, built: None) -> None:
+@in_pairs(encoder=["bert", "vit", "wav2vec2"], decoder=["gpt2", "roberta"], backend=["eager", "packed"])
+def test_a_composite_writes_its_own_text(encoder: str, decoder: str, backend: str, built: None) -> None:
     """Positions reach the decoder. (They were given to the encoder: with beams most pictures had another text.)"""
-    check(encoder, decoder, "eager")
-    check(encoder, decoder, "packed")
+    check(encoder, decoder, backend)
 
 
 @pytest.mark.slow

@@ -206,14 +206,10 @@ def test_pictures_before_the_text(draft: str | None, frames: int | None, how: di
     torch.testing.assert_close(states[0][-1], expected.hidden_states[0][-1], rtol=1e-4, atol=1e-4)
 
 
-def test_pictures_of_another_number() -> None:
-    model, call = git(3), {"input_ids": torch.tensor([[5, 6, 7]])}
+def test_pictures_and_recordings_that_do_not_fit() -> None:
+    """Pictures of another number, and a recording for which a model has no token. (It was taken for GIT's pictures.)"""
+    ids, voxtral = torch.tensor([[5, 6, 7]]), tiny_of(class_named("VoxtralForConditionalGeneration"))
     with pytest.raises(OptionError, match=r"`pixel_values` must be one picture a row, of shape \[1, 3, 3, 16, 16\]"):
-        SpecGenerator(model).generate(**call, pixel_values=torch.randn(1, 2, 3, 16, 16), **COMMON)
-
-
-def test_recordings_of_a_model_without_a_token_for_them() -> None:
-    """They were taken for GIT's pictures, which ended in an AttributeError about `vision_config`."""
-    model, ids = tiny_of(class_named("VoxtralForConditionalGeneration")), torch.tensor([[5, 6, 7]])
+        SpecGenerator(git(3)).generate(ids, pixel_values=torch.randn(1, 2, 3, 16, 16), **COMMON)
     with pytest.raises(OptionError, match="`input_features` holds a recording without a place in the text"):
-        SpecGenerator(model).generate(ids, input_features=torch.randn(1, 8, 40), **COMMON)
+        SpecGenerator(voxtral).generate(ids, input_features=torch.randn(1, 8, 40), **COMMON)

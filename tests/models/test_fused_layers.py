@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -78,19 +79,14 @@ def test_families(name: str, dtype: torch.dtype) -> None:
 def test_the_last_layer_computes_what_is_read(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its product has the nodes with logits, or all where hidden states are returned; the logits are the same."""
     language = LanguageModel(tiny("llama").to(dtype), backend="packed")
-    session, widths, gated = language.session(), list[int](), fused_layers.kernels.gated
+    session = language.session()
     work = Work(session.add(None), Tree(list(range(5, 25)), list(range(-1, 19))), 2)
     recorded = session.run([work])[0].logits
-
-    def noted(part: Any, x: Tensor) -> Tensor:
-        widths.append(x.shape[1])
-        return gated(part, x)
-
-    monkeypatch.setattr(fused_layers.kernels, "gated", noted)
+    monkeypatch.setattr(fused_layers.kernels, "gated", gated := Mock(wraps=fused_layers.kernels.gated))
     language.ragged.recorded = None
     assert torch.equal(session.run([work])[0].logits, recorded)
     assert torch.equal(session.run([work], hidden=True)[0].logits, recorded)
-    assert widths == [20, 2, 20, 20]
+    assert [call.args[1].shape[1] for call in gated.call_args_list] == [20, 2, 20, 20]
 
 
 @pytest.mark.parametrize("sizes", [{}, {"d_model": 64, "decoder_ffn_dim": 96}])
@@ -187,12 +183,9 @@ def test_hooks_see_all_nodes() -> None:
 
 def test_tables_are_no_norms(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only weights of one dimension are tried as norms. (Embeddings and heads were copied to float32, twice.)"""
-    tried, original = list[int](), fused_layers._Norm.kinds
-    monkeypatch.setattr(
-        fused_layers._Norm, "kinds", lambda module: tried.append(module.weight.dim()) or original(module)
-    )
+    monkeypatch.setattr(fused_layers._Norm, "kinds", kinds := Mock(wraps=fused_layers._Norm.kinds))
     LanguageModel(tiny("llama"), backend="packed")
-    assert set(tried) == {1}
+    assert {call.args[0].weight.dim() for call in kinds.call_args_list} == {1}
 
 
 def test_why_a_module_is_not_fused(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -74,15 +75,9 @@ def test_layers_as_they_are_stay() -> None:
     assert lighten.lightened(draft.half(), owned=False) is draft
 
 
-def test_small_drafts_keep_their_weights(tmp_path: Path) -> None:
-    model = load_model(saved_model(tmp_path), Loading().of_draft(None), name="draft")
-    assert model.weight_kind == "float32"
-
-
-def test_blocks_of_files_become_four_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("small")
+def test_blocks_of_files_become_four_bits() -> None:
     """Layers that are packed in other kinds are rounded anew, heads are not."""
-    monkeypatch.setattr(lighten, "_LEAST", 0)
-    monkeypatch.setattr(lighten, "holds", lambda *_: True)
     model = tiny("llama", vocab=259)
     for name, layer in list(model.named_modules()):
         if isinstance(layer, torch.nn.Linear):
@@ -154,16 +149,12 @@ def test_weights_of_speech_are_read_as_they_are_stored(whisper: str, monkeypatch
     """And narrowed one by one. (float16 weights became float32 first, beside the files: 940 MB for whisper-base.)"""
     monkeypatch.setattr(lighten, "holds", lambda *_: True)
     tiny("whisper").half().save_pretrained(whisper)
-    dtypes, read = list[Any](), load._read
-
-    def noted(name: str, how: Loading, argument: str) -> Any:
-        dtypes.append(how.dtype)
-        return read(name, how, argument)
-
-    monkeypatch.setattr(load, "_read", noted)
+    monkeypatch.setattr(load, "_read", read := Mock(wraps=load._read))
     assert load_model(whisper, Loading()).dtype == torch.bfloat16
-    assert dtypes == [torch.float16]
+    assert [call.args[1].dtype for call in read.call_args_list] == [torch.float16]
 
 
-def test_small_models_hear_as_they_are_stored(tmp_path: Path) -> None:
-    assert load_model(saved("whisper", tmp_path), Loading()).dtype == torch.float32
+def test_small_models_stay_as_they_are_stored(tmp_path: Path) -> None:
+    assert load_model(saved("whisper", tmp_path / "a"), Loading()).dtype == torch.float32
+    draft = load_model(saved_model(tmp_path / "b"), Loading().of_draft(None), name="draft")
+    assert draft.weight_kind == "float32"

@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -170,12 +171,8 @@ def test_llm_int8_looks_at_all_rows(tmp_path: Path) -> None:
 
 def test_layers_that_bitsandbytes_cannot_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are found when the model is loaded. (The first pass crashed with `shape '[32, 0]' is invalid`.)"""
-    bitsandbytes = pytest.importorskip("bitsandbytes")
-
-    def fail(self: Any, x: torch.Tensor) -> torch.Tensor:
-        raise RuntimeError("shape '[32, 0]' is invalid")
-
-    monkeypatch.setattr(bitsandbytes.nn.Linear4bit, "forward", fail)
+    bitsandbytes, error = pytest.importorskip("bitsandbytes"), RuntimeError("shape '[32, 0]' is invalid")
+    monkeypatch.setattr(bitsandbytes.nn.Linear4bit, "forward", Mock(side_effect=error))
     with pytest.raises(UnsupportedError, match=r"4-bit layer of 32 × .*int8-weight"):
         load_model(saved("llama", tmp_path / "model"), Loading(quantization="nf4"))
 
@@ -379,11 +376,7 @@ def test_a_hub_out_of_reach_is_asked_once(asked: list[str], target: str, draft: 
 
 def test_a_repository_without_a_config(monkeypatch: pytest.MonkeyPatch) -> None:
     """As of GGUF files alone: it is no head, and not loaded as one. (That was a TypeError.)"""
-
-    def missing(*_: Any, **__: Any) -> Any:
-        raise EntryNotFoundError("404")
-
-    monkeypatch.setattr("transformers.utils.hub.hf_hub_download", missing)
+    monkeypatch.setattr("transformers.utils.hub.hf_hub_download", Mock(side_effect=EntryNotFoundError("404")))
     assert head_kind("some/draft") is None
     with pytest.raises(OptionError, match=r"`draft` 'some/draft' cannot be loaded .*check the name"):
         SpecGenerator.from_pretrained("zoo:python-code", "some/draft")

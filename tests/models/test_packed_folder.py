@@ -77,7 +77,10 @@ def test_floats(name: str, tmp_path: Path) -> None:
 
 
 def test_another_dtype(tmp_path: Path) -> None:
-    """Norms and passes get the dtype of the call, integers stay."""
+    """Norms and passes get the dtype of the call, integers stay; a folder of floats is an ordinary checkpoint."""
+    floats = packed(saved("llama", tmp_path / "a"), tmp_path / "floats", dtype="bfloat16")
+    assert "quantization_config" not in json.loads((tmp_path / "floats" / "config.json").read_text())
+    assert load_model(floats).dtype == torch.bfloat16
     folder = packed(saved("llama", tmp_path / "a"), tmp_path / "b", quantization="int4-weight", dtype="bfloat16")
     assert load_model(folder).dtype == torch.bfloat16
     model = load_model(folder, Loading(dtype="float32"))
@@ -101,12 +104,6 @@ def test_a_folder_with_all_that_commands_need(tmp_path: Path) -> None:
     expected = SpecGenerator.from_pretrained(source, **how).generate("ab", max_new_tokens=8).texts
     assert again.generate("ab", max_new_tokens=8).texts == expected
     assert plain.tokenizer.get_vocab() == again.tokenizer.get_vocab()
-
-
-def test_a_folder_of_floats_is_an_ordinary_checkpoint(tmp_path: Path) -> None:
-    folder = packed(saved("llama", tmp_path / "a"), tmp_path / "b", dtype="bfloat16")
-    assert "quantization_config" not in json.loads((tmp_path / "b" / "config.json").read_text())
-    assert load_model(folder).dtype == torch.bfloat16
 
 
 def test_checkpoints_that_are_quantized_already(tmp_path: Path) -> None:

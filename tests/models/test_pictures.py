@@ -5,6 +5,7 @@ from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import create_autospec
 
 import pytest
 import torch
@@ -124,21 +125,16 @@ def test_a_draft_of_the_family_sees_the_picture(family: str) -> None:
 @pytest.mark.parametrize("draft", ["model", "hybrid"])
 def test_a_model_of_text_alone_reads_no_placeholder(draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Texts, samples and beams stay the target's; the draft's row is shorter by the pictures."""
-    model, inputs, read = model_of("llava"), batch("llava", rows_of("llava")), list[list[int]]()
-    small, run = LanguageModel(tiny("llama")), KvSession.run
-
-    def watched(self: KvSession, works: Any, **how: Any) -> Any:
-        if self._language is small:
-            read.extend(work.tree.tokens for work in works)
-        return run(self, works, **how)
-
-    monkeypatch.setattr(KvSession, "run", watched)
+    model, inputs, small = model_of("llava"), batch("llava", rows_of("llava")), LanguageModel(tiny("llama"))
+    monkeypatch.setattr(KvSession, "run", run := create_autospec(KvSession.run, side_effect=KvSession.run))
     generator = SpecGenerator(model, small if draft == "model" else ("suffix", small), prefix_cache=False)
     for options in ({}, {"do_sample": True, "seed": 5}, {"num_beams": 2}):
         plain = SpecGenerator(model).generate(**inputs, **endless(LENGTH, **options))
-        del read[:]
+        run.reset_mock()
         out = generator.generate(**inputs, **endless(LENGTH, **options))
         assert out.sequences.tolist() == plain.sequences.tolist()
+        passes = [works for (session, works), _ in run.call_args_list if session._language is small]
+        read = [work.tree.tokens for works in passes for work in works]
         assert any(tokens[: len(BEGINNING)] == BEGINNING for tokens in read)
         assert not any(IMAGE in (one, other) for tokens in read for one, other in pairwise(tokens) if one == other)
 

@@ -2,9 +2,9 @@
 
 import shutil
 import warnings
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,7 +12,9 @@ import torch
 from specdec.models import LanguageModel, capability, probe
 from specdec.models.hf import probe_cache
 from specdec.models.hf.tiny_models import SIZES
-from tests.tiny import DECODERS, ENCODER_DECODERS, tiny
+from tests.tiny import DECODERS, ENCODER_DECODERS, never, tiny
+
+passes = Mock(return_value=True)  # a trial
 
 
 @pytest.fixture(autouse=True)
@@ -24,14 +26,6 @@ def folder(fresh_verdicts: Path) -> Path:
 def remembered(folder: Path) -> list[str]:
     """What the folder says."""
     return sorted(file.read_text() for file in folder.glob("*"))
-
-
-def succeeding(calls: list[str], verdict: bool | None = True) -> Callable[[], bool | None]:
-    def trial() -> bool | None:
-        calls.append("tried")
-        return verdict
-
-    return trial
 
 
 def test_every_family_with_a_tiny_model_is_tested() -> None:
@@ -108,35 +102,30 @@ def test_autocast_changes_no_verdict() -> None:
 def test_remembered_in_the_process() -> None:
     """A trial runs once, whatever came of it; one that could not be run passes."""
     for verdict, expected in ((True, True), (False, False), (None, True)):
-        calls: list[str] = []
+        trial = Mock(return_value=verdict)
         for _ in range(3):
-            assert probe_cache.holds(f"this {verdict}", succeeding(calls, verdict)) is expected
-        assert len(calls) == 1
+            assert probe_cache.holds(f"this {verdict}", trial) is expected
+        trial.assert_called_once()
 
 
 def test_remembered_on_disk(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another process believes the folder where the releases are the same, and adds to it otherwise."""
-    probe_cache.holds("this", succeeding([]))
+    probe_cache.holds("this", passes)
     monkeypatch.setattr(probe_cache, "_found", {})
-    calls: list[str] = []
-    assert probe_cache.holds("this", succeeding(calls, False)) is True
-    assert not calls
+    assert probe_cache.holds("this", never) is True
     monkeypatch.setattr(probe_cache, "_found", {})
     monkeypatch.setattr(torch, "__version__", "99.0")
-    assert probe_cache.holds("this", succeeding(calls)) is True
-    assert calls
+    trial = Mock(return_value=True)
+    assert probe_cache.holds("this", trial) is True
+    trial.assert_called_once()
     assert remembered(folder) == ["this", "this"]
 
 
 def test_a_failing_trial_is_not_remembered() -> None:
     """What a trial raises reaches the caller, and the next call tries again."""
-
-    def raising() -> bool:
-        raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        probe_cache.holds("this", raising)
-    assert probe_cache.holds("this", succeeding([]))
+        probe_cache.holds("this", Mock(side_effect=KeyboardInterrupt))
+    assert probe_cache.holds("this", passes)
 
 
 def test_where_the_folder_is(
@@ -149,27 +138,27 @@ def test_where_the_folder_is(
     """
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("SPECDEC_PROBES", str(tmp_path / "file"))
-    assert probe_cache.holds("this", succeeding([]))
-    assert probe_cache.holds("that", succeeding([]))
+    assert probe_cache.holds("this", passes)
+    assert probe_cache.holds("that", passes)
     [line] = caplog.messages
     assert line.startswith("results of trials are not kept, so every load takes longer: ")
     assert line.endswith("change that, or name another folder in SPECDEC_PROBES")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
     monkeypatch.delenv("SPECDEC_PROBES")
-    assert probe_cache.holds("these", succeeding([]))  # no home
+    assert probe_cache.holds("these", passes)  # no home
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert probe_cache.holds("it", succeeding([]))
+    assert probe_cache.holds("it", passes)
     assert remembered(tmp_path / "specdec" / "probes") == ["it"]
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr(Path, "home", lambda: tmp_path / "home")
-    assert probe_cache.holds("those", succeeding([]))
+    assert probe_cache.holds("those", passes)
     assert remembered(tmp_path / "home" / ".cache" / "specdec" / "probes") == ["those"]
 
 
 def test_threads_try_once(folder: Path) -> None:
     """Several threads that ask at once wait for one trial."""
-    calls: list[str] = []
+    trial = Mock(return_value=True)
     with ThreadPoolExecutor(8) as pool:
-        assert all(pool.map(lambda _: probe_cache.holds("this", succeeding(calls)), range(8)))
-    assert len(calls) == 1
+        assert all(pool.map(lambda _: probe_cache.holds("this", trial), range(8)))
+    trial.assert_called_once()
     assert remembered(folder) == ["this"]

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from typing import Any
+from unittest.mock import DEFAULT, Mock
 
 import pytest
 import torch
@@ -61,11 +62,8 @@ def test_exceptions_leave_the_model_as_it_was(name: str) -> None:
     """A pass that dies in the middle changes neither the model's own answers nor the session's next ones."""
     twin = twin_of(name, 2)
     twin.prefill(14, 6)
-
-    def fail(*_: object) -> None:
-        raise RuntimeError("out of memory")
-
-    handle = list(twin.language.decoder.modules())[-1].register_forward_pre_hook(fail)
+    last = list(twin.language.decoder.modules())[-1]
+    handle = last.register_forward_pre_hook(Mock(side_effect=RuntimeError("out of memory")))
     with pytest.raises(RuntimeError, match="memory"):
         twin.forward([twin.tree(), twin.tree()], [7, 7])
     handle.remove()
@@ -88,26 +86,17 @@ def test_threads_do_not_see_each_other(name: str) -> None:
         list(pool.map(work, range(3)))
 
 
-def test_plain_decoding_takes_one_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a draft a recurrent state is copied once, not at every token."""
-    taken = []
-    original = recurrent_state.snapshot
-    monkeypatch.setattr(recurrent_state, "snapshot", lambda cache: (taken.append(1), original(cache))[1])
+def test_recurrent_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a draft one is copied once, not at every token; rejected tokens are fed again with the next pass."""
     twin = Twin(LanguageModel(tiny("mamba2")))
-    taken.clear()
+    monkeypatch.setattr(recurrent_state, "snapshot", snapshot := Mock(wraps=recurrent_state.snapshot))
     twin.prefill(9)
     for _ in range(6):
         twin.step([twin.chain(1)], [1], [[0]])
-    assert len(taken) == 1
-
-
-def test_replay_needs_no_extra_pass() -> None:
-    """Tokens taken back by a rejection travel with the next pass."""
-    twin = Twin(LanguageModel(tiny("mamba2")))
-    twin.prefill(9)
+    assert snapshot.call_count == 1
     for _ in range(3):
         twin.step([twin.chain(4)], [4], [[0, 1]])
-    assert twin.session.passes == 4
+    assert twin.session.passes == 1 + 6 + 3
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
@@ -129,11 +118,9 @@ def test_branches_are_moved_only_now_and_then(monkeypatch: pytest.MonkeyPatch) -
     twin = Twin(LanguageModel(tiny("llama")), 1)
     twin.prefill(40)
     kept = twin.session.buffers
-    moved: list[int] = []
-    original = kept.move_columns
-    monkeypatch.setattr(kept, "move_columns", lambda *a: (moved.append(len(a[0])), original(*a)))
+    monkeypatch.setattr(kept, "move_columns", move := Mock(wraps=kept.move_columns))
     twin.branch(60)
-    assert 0 < len(moved) < 12
+    assert 0 < move.call_count < 12
     assert kept.end < 40 + 60 * 4
 
 
@@ -265,38 +252,23 @@ def test_a_long_row_lets_the_others_stay_where_they_are(monkeypatch: pytest.Monk
 
 
 def test_buffers_that_cannot_grow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stay as they were, and so do all rows."""
+    """They stay as they were, and so do all rows.
+
+    A row that leaves afterwards is zeroed, for the next one in its place. (What a failed row left was, instead.)
+    """
     twin = twin_of("llama", 2)
     twin.session.bound(2, 60)
     twin.prefill(50, 9)
-    original, made = buffers._zeros, []
-
-    def failing(*args: Any) -> torch.Tensor:
-        made.append(args)
-        if len(made) == 3:
-            raise MemoryError("no room")
-        return original(*args)
-
-    monkeypatch.setattr(buffers, "_zeros", failing)
-    with pytest.raises(MemoryError):
-        twin.forward([twin.chain(40), twin.chain(1)], [1, 1])
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        results = [DEFAULT, DEFAULT, MemoryError("no room")]
+        patch.setattr(buffers, "_zeros", Mock(wraps=buffers._zeros, side_effect=results))
+        with pytest.raises(MemoryError):
+            twin.forward([twin.chain(40), twin.chain(1)], [1, 1])
     twin.some([0, 1])
-
-
-def test_rows_for_which_there_is_no_memory_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row that leaves afterwards is zeroed, for the next one in its place. (What a failed row left was, instead.)"""
-    twin = twin_of("llama", 2)
-    twin.session.bound(2, 60)
-    twin.prefill(50, 9)
-
-    def failing(*_: Any) -> torch.Tensor:
-        raise MemoryError("no room")
-
-    monkeypatch.setattr(buffers, "_zeros", failing)
-    with pytest.raises(MemoryError):
-        twin.join(1, None)
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(buffers, "_zeros", Mock(side_effect=MemoryError("no room")))
+        with pytest.raises(MemoryError):
+            twin.join(1, None)
     assert twin.session.buffers.bytes > 0
     twin.leave(1)
     assert not any(side[1].any() for pair in twin.session.buffers.pairs() for side in pair)
@@ -312,7 +284,10 @@ def test_memory_counts_rows_that_moved() -> None:
 
 
 def test_bounds() -> None:
-    """Buffers grow no further than was said, unless more is needed after all."""
+    """Buffers grow no further than was said, unless more is needed after all.
+
+    A pass may fill the last column. (They grew a column early, which bounds of memory counted.)
+    """
     twin = twin_of("llama", 1)
     twin.session.bound(3, 150)
     twin.prefill(100)
@@ -327,11 +302,7 @@ def test_bounds() -> None:
     twin.join(2, None)
     twin.some(range(5))
     assert kept.row_capacity == 5
-
-
-def test_a_pass_may_fill_the_last_column() -> None:
-    """Buffers grew a column early, which bounds of memory counted."""
-    session = LanguageModel(tiny("llama")).session()
+    session: Any = twin.language.session()
     session.bound(1, 200)
     session.run([Work.text(session.add(), [5] * 200)])
     assert session.buffers.capacity == 200

@@ -7,6 +7,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -199,11 +200,7 @@ def test_an_exception_in_a_layer(tmp_path: Path) -> None:
     """The pass after it works, and weights are away in between."""
     whole, model = pair("llama", tmp_path)
     stream(model, find(model))
-
-    def fail(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    hook = model.model.layers[1].mlp.register_forward_hook(fail)
+    hook = model.model.layers[1].mlp.register_forward_hook(Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         logits(model, "llama")
     hook.remove()

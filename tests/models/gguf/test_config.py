@@ -56,14 +56,6 @@ def test_keys_that_are_missing(name: str, tmp_path: Path) -> None:
             config(tmp_path, name, **{key: None})
 
 
-def test_what_a_generator_says(tmp_path: Path) -> None:
-    """The same sentence."""
-    kind = KINDS["llama"]
-    path = saved(tmp_path / "a.gguf", kind, model_of(kind), {".attention.clamp_kqv": 8.0})
-    with pytest.raises(UnsupportedError, match=r"says llama.attention.clamp_kqv = 8.0"):
-        SpecGenerator(path)
-
-
 def test_soft_caps(tmp_path: Path) -> None:
     """Of Gemma 2 also those that no key says."""
     plain = config(tmp_path, "gemma2", attn_logit_softcapping=None, final_logit_softcapping=None)
@@ -142,8 +134,15 @@ def test_heads_and_norms(tmp_path: Path) -> None:
     assert config(tmp_path, "llama").vocab_size == 64
 
 
-def test_other_architectures(tmp_path: Path) -> None:
-    """They are told with those that are read. (transformers read them, and left out parts of a header.)"""
+def test_what_a_loader_says(tmp_path: Path) -> None:
+    """The same of a key that is not known, and which architectures are read, where the file has another one.
+
+    (transformers read them, and left out parts of a header.)
+    """
+    kind = KINDS["llama"]
+    path = saved(tmp_path / "b.gguf", kind, model_of(kind), {".attention.clamp_kqv": 8.0})
+    with pytest.raises(UnsupportedError, match=r"says llama.attention.clamp_kqv = 8.0"):
+        load_model(path)
     path = written(tmp_path / "a.gguf", "lemma", {})
     with pytest.raises(UnsupportedError, match=r"has the architecture lemma, and command-r, .* stablelm, .* are read"):
         load_model(path)

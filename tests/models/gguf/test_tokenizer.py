@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import create_autospec
 
 import pytest
 from tokenizers import normalizers
@@ -33,22 +34,20 @@ def around(**values: Any) -> dict[str, Any]:
 
 
 def test_the_space_before_a_text(tmp_path: Path) -> None:
-    """By default there is one, also behind special tokens; the key was not read."""
+    """By default there is one, also behind special tokens; the key was not read.
+
+    Of runs of spaces the best pair merges first, wherever it is.
+    """
     with_one = of(tmp_path, WORDS)
     assert with_one.tokenize("ab") == ["\u2581a", "b"]
     assert with_one.tokenize("<|im_end|>ab") == ["<|im_end|>", "\u2581a", "b"]
     assert with_one.tokenize("") == []
     without = of(tmp_path, WORDS | around(add_space_prefix=False))
     assert without.tokenize("ab") == ["ab"]
+    assert without.tokenize("   b") == ["\u2581\u2581", "\u2581", "b"]
+    assert without.tokenize("   a") == ["\u2581\u2581", "\u2581a"]
     for tokenizer in (with_one, without):
         assert decode(tokenizer, tokenizer("ab  b", add_special_tokens=False)["input_ids"]) == "ab  b"
-
-
-def test_runs_of_spaces(tmp_path: Path) -> None:
-    """The best pair merges first, wherever it is."""
-    tokenizer = of(tmp_path, WORDS | around(add_space_prefix=False))
-    assert tokenizer.tokenize("   b") == ["\u2581\u2581", "\u2581", "b"]
-    assert tokenizer.tokenize("   a") == ["\u2581\u2581", "\u2581a"]
 
 
 def test_bytes(tmp_path: Path) -> None:
@@ -147,12 +146,11 @@ def test_files_without_a_tokenizer(keys: dict[str, Any], tmp_path: Path) -> None
 def test_a_header_is_read_once(draft: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """For the split rule, the model and the tokenizer, which read it one after the other, a third of a second each."""
     kind = KINDS["llama"]
-    path, reads = saved(tmp_path / "a.gguf", kind, model_of(kind, vocab_size=256), BYTES), list[str]()
-    read = GgufReader._read
-    monkeypatch.setattr(GgufReader, "_read", lambda self: (reads.append(self.path), read(self)))
+    path = saved(tmp_path / "a.gguf", kind, model_of(kind, vocab_size=256), BYTES)
+    monkeypatch.setattr(GgufReader, "_read", read := create_autospec(GgufReader._read, side_effect=GgufReader._read))
     generator = SpecGenerator("zoo:python-code", path, tokenizer=byte_tokenizer()) if draft else SpecGenerator(path)
     assert generator.tokenizer is not None
-    assert reads == [path]
+    assert [call.args[0].path for call in read.call_args_list] == [path]
 
 
 def test_kinds_that_cannot_be_read(tmp_path: Path) -> None:
