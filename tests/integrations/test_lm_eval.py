@@ -1,12 +1,13 @@
 """The model for lm-evaluation-harness: the texts of its own `hf` model, in fewer passes."""
 
-import subprocess
 import sys
+from importlib import import_module
 from typing import Any
 
 import pytest
 import torch
 
+from specdec.errors import SpecdecError
 from specdec.options import bundled_models
 from tests.folders import WIDTH, byte_tokenizer
 from tests.tiny import tiny
@@ -14,10 +15,11 @@ from tests.tiny import tiny
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def test_without_the_harness_the_command_that_installs_it() -> None:
-    code = "import sys; sys.modules['lm_eval'] = None; import specdec.integrations.lm_eval"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert "pip install -e '.[harness]'" in done.stderr.splitlines()[-1]
+def test_without_the_harness_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "lm_eval.__main__", None)
+    monkeypatch.delitem(sys.modules, "specdec.integrations.lm_eval", raising=False)
+    with pytest.raises(SpecdecError, match=r"pip install -e '\.\[harness\]'"):
+        import_module("specdec.integrations.lm_eval")
 
 
 def requests(kind: str, *arguments: Any) -> list[Any]:
