@@ -304,14 +304,12 @@ def test_a_checkpoints_settings_are_understood_once() -> None:
     assert other.temperature == 0.5
 
 
-def test_text_without_a_tokenizer(generator: SpecGenerator) -> None:
-    with pytest.raises(OptionError, match="tokenizer"):
-        generator.generate("text", max_new_tokens=4)
-
-
 @pytest.mark.parametrize("kind", [SpecGenerator, Summarizer])
-def test_half_of_a_character(kind: Any) -> None:
-    """A text with a lone surrogate is refused in a sentence. (The tokenizer raised a TypeError about its own types.)"""
+def test_texts_that_are_none(kind: Any) -> None:
+    """A text with a lone surrogate is refused in a sentence. (The tokenizer raised a TypeError about its own types.)
+
+    So are messages that are a text. (The template raised about the attributes of a string.)
+    """
     made = kind(tiny("llama", vocab_size=WIDTH), tokenizer=byte_tokenizer())
     half = r"half of a character \(the lone surrogate '\\ud800', at \d+\)"
     with pytest.raises(OptionError, match=half):
@@ -320,18 +318,14 @@ def test_half_of_a_character(kind: Any) -> None:
         made.tokenizer.chat_template = "{{ messages[0].content }}"
         with pytest.raises(OptionError, match=half):
             made.generate(messages=[{"role": "user", "content": "a\ud800"}], max_new_tokens=4)
+        with pytest.raises(OptionError, match=r"`messages` must be a list of messages such as .*got 'hi'"):
+            made.generate(messages="hi", max_new_tokens=4)
 
 
-def test_messages_that_are_a_text() -> None:
-    """The template raised about the attributes of a string."""
-    made = SpecGenerator(tiny("llama", vocab_size=WIDTH), tokenizer=byte_tokenizer())
-    made.tokenizer.chat_template = "{{ messages[0].content }}"
-    with pytest.raises(OptionError, match=r"`messages` must be a list of messages such as .*got 'hi'"):
-        made.generate(messages="hi", max_new_tokens=4)
-
-
-def test_text_without_a_limit() -> None:
+def test_text_without_a_tokenizer_or_a_limit() -> None:
     """Text never stops silently at 20 tokens."""
+    with pytest.raises(OptionError, match="tokenizer"):
+        SpecGenerator(tiny("llama")).generate("text", max_new_tokens=4)
     generator = SpecGenerator(tiny("llama"), tokenizer=Letters())
     with pytest.raises(OptionError, match="max_new_tokens"):
         generator.generate("hello")

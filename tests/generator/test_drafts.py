@@ -5,6 +5,7 @@ import weakref
 from pathlib import Path
 from time import sleep
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -47,8 +48,9 @@ def test_a_draft_has_a_backend_of_its_own(folders: tuple[str, str], pair: bool) 
 
 
 def test_a_large_model_copies_besides(folders: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """By path or as an object, unless its name says that it is alone; the text stays."""
+    """By path or as an object, unless its name says that it is alone; the text stays. "none" is no model's name."""
     target, draft = folders
+    assert SpecGenerator.from_pretrained(target, "none").draft is None
     plain = SpecGenerator(target).generate("abab", **RUN).texts
     monkeypatch.setattr(specdec.generator.drafts_by_name, "_DEAR", 0)
     model = SpecGenerator(draft).target
@@ -59,24 +61,14 @@ def test_a_large_model_copies_besides(folders: tuple[str, str], monkeypatch: pyt
         assert generator.generate("abab", **RUN).texts == plain
 
 
-def test_none_by_name(folders: tuple[str, str]) -> None:
-    """The word of a call's argument is one of a generator's too. (It was searched for on the hub.)"""
-    assert SpecGenerator.from_pretrained(folders[0], "none").draft is None
-
-
 def test_a_named_assistant_is_loaded_once(folders: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The second call with the same path finds model and tokenizer ready."""
     target, draft = folders
-    generator, sources = SpecGenerator(target), []
-    load = specdec.generator.drafts_by_name.load_model
-    monkeypatch.setattr(
-        specdec.generator.drafts_by_name,
-        "load_model",
-        lambda source, *a, **how: sources.append(source) or load(source, *a, **how),
-    )
+    generator, module = SpecGenerator(target), specdec.generator.drafts_by_name
+    monkeypatch.setattr(module, "load_model", load := Mock(wraps=module.load_model))
     for _ in range(2):
         assert generator.generate("ab", **RUN, assistant_model=draft).stats.num_draft_tokens > 0
-    assert sources == [draft]
+    assert [call.args[0] for call in load.call_args_list] == [draft]
 
 
 def test_assistants_are_let_go() -> None:
@@ -226,20 +218,18 @@ def test_an_assistant_tokenizer_needs_the_target_s() -> None:
 @pytest.mark.parametrize("name", ["tokenizer", "assistant_tokenizer"])
 @pytest.mark.parametrize("value", [3, "gpt2", object()])
 def test_wrong_tokenizers(name: str, value: Any) -> None:
-    """What is no tokenizer is refused at once. (It was a raw TypeError, in a call only after all tokens were made.)"""
+    """What is no tokenizer is refused at once. (It was a raw TypeError, in a call only after all tokens were made.)
+
+    Two vocabularies are compared by their tokens. (A tokenizer without them was an AttributeError.)
+    """
     tokenizers = {"tokenizer": byte_tokenizer(), name: value}
     target, draft = tiny("llama", vocab=WIDTH), tiny("llama", vocab=WIDTH, seed=1)
     with pytest.raises(OptionError, match=f"^`{name}` must be a transformers tokenizer"):
         SpecGenerator(target, draft, **tokenizers)
     with pytest.raises(OptionError, match=f"^`{name}` must be a transformers tokenizer"):
         SpecGenerator(target).generate(IDS, **RUN, assistant_model=draft, **tokenizers)
-
-
-def test_a_tokenizer_that_cannot_be_compared() -> None:
-    """Two vocabularies are compared by their tokens. (A tokenizer without them was an AttributeError.)"""
-    model = tiny("llama", vocab=WIDTH)
     with pytest.raises(OptionError, match=r"`tokenizer` must be a tokenizer with `get_vocab`"):
-        SpecGenerator(model, model, tokenizer=Letters(), assistant_tokenizer=byte_tokenizer())
+        SpecGenerator(target, draft, tokenizer=Letters(), assistant_tokenizer=byte_tokenizer())
 
 
 # --- models that are not ready

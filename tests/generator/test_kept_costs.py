@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -47,7 +48,10 @@ def learned(generator: SpecGenerator, **call: Any) -> Cost:
 
 
 def test_the_next_program_begins_with_what_was_learned(folder: Path, folders: tuple[str, str]) -> None:
-    """Each program measured passes anew, in drafted and plain rounds of its first text."""
+    """Each program measured passes anew, in drafted and plain rounds of its first text.
+
+    Seconds of an earlier program soon count little. (Costs of a busy machine had the weight of twenty passes.)
+    """
     with generator(folders) as first:
         assert not learned(first).is_measured
         text = first.generate(PROMPT, **CALL).sequences
@@ -59,15 +63,24 @@ def test_the_next_program_begins_with_what_was_learned(folder: Path, folders: tu
         assert after.is_measured
         assert after.acceptance == before.acceptance
         assert after.seconds.drafts.keys() == before.seconds.drafts.keys()
+        lines = [after.seconds.passes, after.seconds.plain, *after.seconds.drafts.values()]
+        assert max(line.weight for line in lines) < 1.6 < before.seconds.passes.weight
+        assert after.seconds.passes.slope == pytest.approx(before.seconds.passes.slope, rel=0.2)
         assert second.draft.odds == odds  # type: ignore[union-attr]
         assert second.generate(PROMPT, **CALL).sequences.equal(text)
 
 
-def test_what_costs_differently_is_kept_apart(folder: Path, folders: tuple[str, str]) -> None:
+def test_what_costs_differently_is_kept_apart(
+    folder: Path, folders: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another kind of call, backend, draft and target begin afresh."""
     with generator(folders) as first:
         first.generate(PROMPT, **CALL)
-        assert learned(first).is_measured
         assert not learned(first, do_sample=True).is_measured
+        with monkeypatch.context() as patch:
+            patch.setattr(LanguageModel, "backend", "other")
+            assert not learned(first).is_measured
+        assert learned(first).is_measured
     for other in (generator(folders, "model:{}"), generator(folders[::-1])):
         with other:
             assert not learned(other).is_measured
@@ -81,18 +94,16 @@ def test_a_generator_that_is_dropped_keeps_what_it_learned(folder: Path, folders
     assert len(list(folder.glob("*-*.json"))) == 1
 
 
-def test_a_head_has_its_folder_for_a_name(folder: Path, tmp_path: Path) -> None:
+def test_names_of_files(folder: Path, tmp_path: Path) -> None:
+    """A model without a name leaves no file; a head has its folder for a name."""
+    with SpecGenerator(tiny("llama"), tiny("llama", seed=1)) as unnamed:
+        unnamed.generate(PROMPT, **CALL)
+    assert not folder.exists()
     model = target()
     model.config.name_or_path = "target"
     with SpecGenerator(model, str(eagle_folder(tmp_path / "head"))) as first:
         first.generate(PROMPT, **CALL)
     assert len(list(folder.glob("*-*.json"))) == 1
-
-
-def test_a_model_without_a_name_leaves_no_file(folder: Path) -> None:
-    with SpecGenerator(tiny("llama"), tiny("llama", seed=1)) as unnamed:
-        unnamed.generate(PROMPT, **CALL)
-    assert not folder.exists()
 
 
 @pytest.fixture(scope="module")
@@ -199,37 +210,13 @@ def test_a_relative_path_is_a_name_in_its_folder_alone(
         assert kept_costs.place(plain.target, SuffixDraft(), "greedy") == before
 
 
-def test_another_backend_begins_afresh(folder: Path, folders: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was learned of one backend is no start for another one."""
-    with generator(folders) as first:
-        first.generate(PROMPT, **CALL)
-        assert learned(first).is_measured
-        with monkeypatch.context() as patch:
-            patch.setattr(LanguageModel, "backend", "other")
-            assert not learned(first).is_measured
-        assert learned(first).is_measured
-
-
 def test_a_file_is_named_once(folder: Path, folders: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Every call walked over all modules of the models."""
-    places, place = [], kept_costs.place
-    monkeypatch.setattr(kept_costs, "place", lambda *parts: places.append(parts) or place(*parts))
+    monkeypatch.setattr(kept_costs, "place", place := Mock(wraps=kept_costs.place))
     with generator(folders) as first:
         first.generate(PROMPT, **CALL)
         first.generate(PROMPT, **CALL)
-    assert len(places) == 1
-
-
-def test_seconds_of_an_earlier_program_soon_count_little(folder: Path, folders: tuple[str, str]) -> None:
-    """Costs of a busy machine had the weight of twenty passes."""
-    with generator(folders) as first:
-        first.generate(PROMPT, **CALL)
-        before = learned(first).seconds
-    with generator(folders) as second:
-        seconds = learned(second).seconds
-        lines = [seconds.passes, seconds.plain, *seconds.drafts.values()]
-        assert max(line.weight for line in lines) < 1.6 < before.passes.weight
-        assert seconds.passes.slope == pytest.approx(before.passes.slope, rel=0.2)
+    place.assert_called_once()
 
 
 def test_kinds_of_call_share_the_odds(folder: Path, folders: tuple[str, str]) -> None:
