@@ -102,7 +102,10 @@ def played(
 
 
 def test_heuristic() -> None:
-    """Starts at 5; all accepted, +2; otherwise −1, never below 1; nothing drafted, the same; every row has its own."""
+    """Starts at 5; all accepted, +2; otherwise −1, never below 1; nothing drafted, the same; every row has its own.
+
+    Trees stop growing at 1,024 nodes. A generator that runs for days keeps no lengths of texts that ended.
+    """
     schedule = Heuristic()
     lengths = []
     for drafted, accepted in ((5, 5), (7, 7), (9, 3), (8, 0)):
@@ -112,22 +115,14 @@ def test_heuristic() -> None:
     for _ in range(20):
         schedule = schedule.after(outcome(5, 0))
     assert [budget.limit for budget in schedule.after(outcome(0, 0)).budgets([Key(0), Key(1)])] == [1, 5]
-
-
-def test_finished_rows_leave_the_heuristic() -> None:
-    """A generator that runs for days keeps no lengths of texts that ended."""
     whole = outcome(5, 5, key=3)
     schedule = Heuristic().after(whole)
     assert schedule.lengths == {3: 7}
     assert schedule.after(replace(whole, seqs=[replace(whole.seqs[0], finish="eos")])).lengths == {}
-
-
-def test_heuristic_trees_stop_growing() -> None:
-    """At 1,024 nodes."""
-    schedule = Heuristic(60, branches=16)
+    trees = Heuristic(60, branches=16)
     for _ in range(4):
-        schedule = schedule.after(outcome(5, 5))
-    assert limit(schedule) == 64
+        trees = trees.after(outcome(5, 5))
+    assert limit(trees) == 64
 
 
 def test_constant_and_confidence() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -188,19 +189,13 @@ def test_only_what_was_asked_for_is_kept(monkeypatch: pytest.MonkeyPatch) -> Non
     """A pass keeps the layers of its drafts, and nothing where no draft asks."""
     from specdec.models.backends import padded
 
-    seen = []
-    extras = padded._extras
-
-    def spied(output: Any, *rest: Any) -> Any:
-        seen.append([layer is not None for layer in output.get("hidden_states") or ()])
-        return extras(output, *rest)
-
-    monkeypatch.setattr(padded, "_extras", spied)
+    monkeypatch.setattr(padded, "_extras", extras := Mock(wraps=padded._extras))
     draft = Listener()
     draft.hidden_layers = (1,)
     SpecGenerator(tiny("llama"), draft).generate(IDS, **RUN)
-    assert seen
-    assert all(layers == [False, True, False] for layers in seen)
+    states = [call.args[0].get("hidden_states") for call in extras.call_args_list]
+    assert states
+    assert all([layer is not None for layer in layers] == [False, True, False] for layers in states)
 
 
 @pytest.mark.parametrize("layers", [[0, 3], 2, "2"])

@@ -90,13 +90,15 @@ def test_a_hybrid_knows_what_the_draft_need_not_read(monkeypatch: pytest.MonkeyP
     assert unread[0] < 10
 
 
-def test_samples_of_a_prompt_are_read_once_by_a_draft() -> None:
-    """Copies of a prompt continue what the first of them has read, in the draft as in the target."""
+def test_samples_of_a_prompt_read_it_once() -> None:
+    """Copies of a prompt continue what the first of them has read, in the draft as in the target, and count so."""
     target, draft = tiny("llama"), tiny("llama", seed=1)
     prompt = [[(5 * i) % 50 + 5 for i in range(100)]]
     with shapes(draft) as read:
-        SpecGenerator(target, draft).generate(prompt, do_sample=True, num_return_sequences=4, seed=1, **COMMON)
+        out = SpecGenerator(target, draft).generate(prompt, do_sample=True, num_return_sequences=4, seed=1, **COMMON)
     assert sum(rows * nodes for rows, nodes in read if nodes > 20) <= 100
+    assert out.stats.cached_prompt_tokens == 3 * 99
+    assert [row.cached_prompt_tokens for row in out.stats.per_row] == [0, 99, 99, 99]
 
 
 def test_a_shared_beginning_is_enough() -> None:
@@ -129,13 +131,6 @@ def test_what_arrives_together_is_read_once(seeds: list[int]) -> None:
     assert min(cached[1:3]) >= 100
     for call, prompt in zip(calls, prompts, strict=True):
         assert [row.texts[0] for row in call.request.seqs] == [alone(model, prompt)[0][len(prompt[0]) :]]
-
-
-def test_copies_of_a_prompt_count_as_cached() -> None:
-    """Three samples of one prompt read it once."""
-    out = SpecGenerator(tiny("llama")).generate(FIRST, do_sample=True, num_return_sequences=3, seed=1, **COMMON)
-    assert out.stats.cached_prompt_tokens == 2 * 39
-    assert [row.cached_prompt_tokens for row in out.stats.per_row] == [0, 39, 39]
 
 
 def test_looking_for_what_prompts_share_is_linear() -> None:

@@ -2,6 +2,7 @@
 
 import math
 import random
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -10,7 +11,6 @@ from transformers import PreTrainedModel
 from specdec.core.budget import Budget
 from specdec.core.drafts import Commit, Proposer, Sampler
 from specdec.core.tree import Tree, depths_of
-from specdec.core.work import Logits, Work
 from specdec.decoding.processors import Processors
 from specdec.decoding.strategies import Coupled, Greedy
 from specdec.models import LanguageModel
@@ -159,18 +159,11 @@ def test_branches_are_kept_while_a_search_settles_nothing(monkeypatch: pytest.Mo
     row = FakeSequence([5, 6, 7], tree=Tree.chain([8, 9]), leaves=(1,), task=TASK)
     session = ModelDraft(LanguageModel(tiny("llama"))).start(64)
     session.propose([row], [Budget.sure(1, branches=2)])
-    fed, inner = [], session._session
-    run = inner.run
-
-    def counting(works: list[Work]) -> list[Logits]:
-        fed.append(works[0].num_new)
-        return run(works)
-
-    monkeypatch.setattr(inner, "run", counting)
+    monkeypatch.setattr(session._session, "run", run := Mock(wraps=session._session.run))
     row.tree, row.leaves = Tree.chain([8, 9, 10]), (2,)
     session.update([Commit(row, [0, 1], 0)])
     [tree] = session.propose([row], [Budget.sure(1, branches=2)])
-    assert fed == [1]
+    assert [call.args[0][0].num_new for call in run.call_args_list] == [1]
     assert paths(tree).keys() == best_tree(tiny("llama"), [*row.tokens, 8, 9, 10], Budget.sure(1, branches=2)).keys()
 
 
