@@ -5,6 +5,7 @@ import re
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from rich.console import Console
@@ -66,11 +67,7 @@ def test_ctrl_c_tells_how_to_go_on(
     extra: list[str], arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, called: Any
 ) -> None:
     """The same command resumes, which only the help said."""
-
-    def interrupted(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("specdec.bench.run", interrupted)
+    monkeypatch.setattr("specdec.bench.run", Mock(side_effect=KeyboardInterrupt))
     err = called(*arguments, *extra, code=130).err
     without = " without --restart" if extra else ""
     assert f"run the same command{without} to resume" in err

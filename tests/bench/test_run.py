@@ -6,6 +6,7 @@ import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
+from unittest.mock import DEFAULT, Mock
 
 import pytest
 from huggingface_hub.errors import EntryNotFoundError
@@ -48,16 +49,8 @@ def test_all_systems_in_turn(keys: dict[str, Any], tmp_path: Path) -> None:
 
 def test_a_killed_run_goes_on(keys: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was measured before the kill stays, what a kill cut in two is measured again, the rest is added."""
-    calls = 0
-
-    def counting(*arguments: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == 6:
-            raise KeyboardInterrupt
-        return measure(*arguments)
-
-    monkeypatch.setattr(runner, "measure", counting)
+    killed = Mock(wraps=measure, side_effect=[*[DEFAULT] * 5, KeyboardInterrupt, *[DEFAULT] * 8])
+    monkeypatch.setattr(runner, "measure", killed)
     folder = tmp_path / "out"
     with pytest.raises(KeyboardInterrupt):
         run(read_suite(keys), folder)
@@ -66,7 +59,7 @@ def test_a_killed_run_goes_on(keys: dict[str, Any], tmp_path: Path, monkeypatch:
     cut = before.rstrip(b"\n").rpartition(b"\n")
     (folder / "samples.jsonl").write_bytes(cut[0] + b"\n" + cut[2][:40])
     outcome = run(read_suite(keys), folder)
-    assert calls == 6 + 8  # of 12 samples, four were whole
+    assert killed.call_count == 6 + 8  # of 12 samples, four were whole
     assert (folder / "samples.jsonl").read_bytes().startswith(cut[0] + b"\n")
     assert [line["kind"] for line in lines(folder)].count("sample") == 12
     assert len(results(outcome)["runs"]) == 2
@@ -211,11 +204,7 @@ def test_names_are_checked_first(
     others: dict[str, Any], words: str, measured: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is loaded before the last name is known. (A misspelt target was found after an hour of another one.)"""
-
-    def missing(*_: Any, **__: Any) -> Any:
-        raise EntryNotFoundError("404")
-
-    monkeypatch.setattr("transformers.utils.hub.hf_hub_download", missing)
+    monkeypatch.setattr("transformers.utils.hub.hf_hub_download", Mock(side_effect=EntryNotFoundError("404")))
     monkeypatch.setattr(SpecGenerator, "from_pretrained", lambda *_, **__: pytest.fail("a model was loaded"))
     with pytest.raises(SpecdecError, match=words):
         measured(**others)
