@@ -14,7 +14,7 @@ from specdec.models import LanguageModel, load_model
 from specdec.models.backends.packed_layers import weight_of
 from specdec.models.loading.load import save_loaded
 from tests.folders import saved, saved_gguf, saved_model
-from tests.matrix import endless
+from tests.matrix import endless, slow
 from tests.quantized import AWQ, GPTQ, saved_quantized
 from tests.test_exact import prompt_for, reference
 
@@ -41,9 +41,10 @@ def check_same(got: LanguageModel, expected: LanguageModel, name: str) -> None:
 
 
 FOUR, SOME = {"quantization": "int4-weight"}, ("llama", "gpt2", "gemma2", "t5")
-EIGHT = (*SOME, "qwen2", "opt", "lfm2", "bart", "marian", "whisper", "qwen3_moe", "gpt_oss")
+EIGHT, MORE = {"quantization": "int8-weight"}, ("qwen2", "opt", "lfm2", "bart", "marian")
 TEXTS = [
-    *((name, {"quantization": "int8-weight"}) for name in EIGHT),
+    *((name, EIGHT) for name in (*SOME, "whisper", "qwen3_moe", "gpt_oss")),
+    *(slow(name, EIGHT) for name in MORE),
     *((name, {**FOUR, **dtype}) for name in SOME for dtype in ({}, {"dtype": "bfloat16"})),
 ]
 
