@@ -1,7 +1,8 @@
 // Attention over a cache of keys and values: every token sees columns of its own, in a row of its own.
 //
 //   queries   [1, heads, tokens, width]
-//   keys      [rows, kv heads, capacity, width], values alike; query heads in groups share a head of theirs
+//   keys      [rows, kv heads, capacity, width], values alike; query heads in groups share a head of theirs. Keys may
+//             lie turned, column beside column: [rows, kv heads, width, capacity]
 //   nodes     int32 [tokens, 4 + words]: row, column, first, base, and bits. The token is stored in `column`, and sees
 //             the columns from `first` to before `base`, and `base + j` wherever bit j is set
 //   biases    optional [heads, distances]: added to a score, by the number of seen columns after the key; the last
@@ -20,9 +21,10 @@
 //
 // Work is cut into tiles: some queries (tokens and heads) of one row that share a head of keys. A tile goes through the
 // columns that any of its queries sees, 4 * LANES at a time: it turns their keys around, so that a vector holds one
-// entry of many keys, and multiplies them by all its queries. Later it goes through the values of the columns that all
-// see, for all queries at once, and through those that only some see, token by token. Both are products of a small
-// matrix of weights with rows of numbers: `add_products`.
+// entry of many keys, and multiplies them by all its queries. Keys that lie so, in a range that all queries see, are
+// multiplied where they lie. Later it goes through the values of the columns that all see, for all queries at once, and
+// through those that only some see, token by token. Both are products of a small matrix of weights with rows of
+// numbers: `add_products`.
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
@@ -33,6 +35,7 @@
 #include <array>
 #include <atomic>
 #include <limits>
+#include <numeric>
 #include <utility>
 #include <vector>
 
@@ -44,7 +47,9 @@ namespace {
 constexpr int64_t QUERIES = 48;             // a tile has so many at most
 constexpr int64_t SCORES = 128 << 10;       // a tile of more than SIDE queries has so many: the second cache holds them
 constexpr int64_t ALONE = 1 << 19;          // multiply-adds that are done before other threads have started
-constexpr int64_t AHEAD = 2 * LANES;        // columns between reads and prefetches
+constexpr int64_t AHEAD = 4 * LANES;        // columns between reads and prefetches
+constexpr int64_t ENTRIES = 8;              // so many entries of turned keys are read side by side
+constexpr size_t LINE = 64;                 // a line of the caches has so many bytes
 constexpr float NOTHING = -std::numeric_limits<float>::infinity();
 
 int64_t up(int64_t count, int64_t unit) { return (count + unit - 1) / unit * unit; }
@@ -63,7 +68,7 @@ void add_block(const float* const* weights, const In* const* rows, int64_t count
     Floats row[V];
     UNROLL for (int v = 0; v < V; v++) {
       row[v] = floats(rows[j] + shift + v * LANES);
-      __builtin_prefetch(rows[j] + shift + v * LANES + ahead);
+      if (v * LANES * sizeof(In) % LINE == 0) __builtin_prefetch(rows[j] + shift + v * LANES + ahead, 0, 2);
     }
     UNROLL for (int r = 0; r < R; r++) {
       auto weight = all(weights[r][j]);
@@ -191,12 +196,14 @@ std::vector<Run> runs_of(const Nodes& nodes) {
 
 template <class In>
 struct Heads {  // the heads of queries, keys or values
-  const In* numbers;
+  const In *numbers, *end;  // the end is the storage's
   int64_t row, head, column, entry, heads, width;  // strides and sizes
 
   explicit Heads(const at::Tensor& tensor)
-      : numbers(tensor.const_data_ptr<In>()), row(tensor.stride(0)), head(tensor.stride(1)), column(tensor.stride(2)),
-        entry(tensor.stride(3)), heads(tensor.size(1)), width(tensor.size(3)) {}
+      : numbers(tensor.const_data_ptr<In>()),
+        end(numbers + tensor.storage().nbytes() / sizeof(In) - tensor.storage_offset()), row(tensor.stride(0)),
+        head(tensor.stride(1)), column(tensor.stride(2)), entry(tensor.stride(3)), heads(tensor.size(1)),
+        width(tensor.size(3)) {}
   const In* of(int64_t r, int64_t h) const { return numbers + r * row + h * head; }
 };
 
@@ -292,8 +299,9 @@ class Tiled {
     };
     for (auto c = begin; c < shared; c++) keep(c);
     shared_from = my.columns.size();
-    for (auto c = shared; c < until; c++) my.columns.push_back(c);
-    shared_to = my.columns.size();
+    shared_to = shared_from + until - shared;
+    my.columns.resize(shared_to);
+    std::iota(my.columns.begin() + shared_from, my.columns.end(), shared);
     for (auto c = until; c < end; c++) keep(c);
 
     my.seen.clear();
@@ -330,11 +338,27 @@ class Tiled {
     for (int64_t q = 0; q < count; q++) queries[q] = my.queries.data() + q * width;
 
     auto head = call.keys.of(row, tile.head);
+    auto whole = up(columns, LANES), apart = call.keys.entry;
+    auto end = head + (width - 1) * apart + my.columns[0] + whole;  // whole vectors are read
+    if (call.keys.column == 1 && shared_to - shared_from == columns && end <= call.keys.end) {
+      std::array<const In*, ENTRIES> rows;
+      for (int64_t i = 0; i < width; i += ENTRIES) {
+        auto now = std::min(ENTRIES, width - i);
+        for (int64_t r = 0; r < now; r++) rows[r] = head + (i + r) * apart + my.columns[0];
+        add_products(queries, count, rows.data(), now, whole, ENTRIES * apart, scores(0), stride, i == 0);
+        for (int64_t q = 0; q < count; q++) queries[q] += now;
+      }
+      return;
+    }
     std::array<const In*, PANEL> keys;
     for (int64_t at = 0; at < columns; at += PANEL) {
       auto now = std::min(PANEL, columns - at), padded = up(now, LANES);
       for (int64_t j = 0; j < padded; j++) keys[j] = head + my.columns[at + std::min(j, now - 1)] * call.keys.column;
-      turn(keys.data(), padded, width, AHEAD * call.keys.column, panel);
+      if (apart == 1)
+        turn(keys.data(), padded, width, AHEAD * call.keys.column, panel);
+      else
+        for (int64_t i = 0; i < width; i++)
+          for (int64_t j = 0; j < padded; j++) panel[i * PANEL + j] = static_cast<float>(keys[j][i * apart]);
       add_products(queries, count, entries, width, padded, 0, scores(0) + at, stride, true);
     }
   }
@@ -505,11 +529,13 @@ void check_each(const Nodes& nodes, const char* expected, Holds holds) {
   }
 }
 
-void check_heads(const char* name, const at::Tensor& tensor, at::ScalarType type, at::IntArrayRef sizes) {
+void check_heads(const char* name, const at::Tensor& tensor, at::ScalarType type, at::IntArrayRef sizes,
+                 bool or_turned = false) {
   auto dense = tensor.dim() == 4 && (tensor.stride(3) == 1 || tensor.size(3) <= 1);
+  dense = dense || (or_turned && tensor.dim() == 4 && tensor.stride(2) == 1);
   TORCH_CHECK_VALUE(dense && tensor.scalar_type() == type && tensor.sizes() == sizes, "`", name, "` must be ", type, " ",
-                    sizes, ", its last dimension dense, got ", tensor.scalar_type(), " ", tensor.sizes(),
-                    " with strides ", tensor.strides());
+                    sizes, ", its last dimension dense", or_turned ? " or the one before" : "", ", got ",
+                    tensor.scalar_type(), " ", tensor.sizes(), " with strides ", tensor.strides());
 }
 
 at::Tensor as_floats(const std::optional<at::Tensor>& tensor) {
@@ -559,7 +585,7 @@ at::Tensor attend(const at::Tensor& queries, const at::Tensor& keys, const at::T
   EXPECT("keys", keys.dim() == 4 && keys.size(1) > 0 && heads % keys.size(1) == 0,
         "[rows, kv heads, capacity, width], kv heads a divisor of the heads of `queries`", keys.sizes(), " for ", heads);
   auto rows = keys.size(0), capacity = keys.size(2);
-  check_heads("keys", keys, type, {rows, keys.size(1), capacity, queries.size(3)});
+  check_heads("keys", keys, type, {rows, keys.size(1), capacity, queries.size(3)}, /*or_turned=*/true);
   check_heads("values", values, type, {rows, keys.size(1), capacity, values.dim() ? values.size(-1) : 0});
   check_nodes(nodes, queries.size(2));
   EXPECT("softcap", softcap >= 0, "0 (none) or more", softcap);

@@ -81,8 +81,9 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, nodes: Tensor, scale: 
            sinks: Tensor | None = None, biases: Tensor | None = None) -> Tensor:  # fmt: skip
     """Attention of tokens `[1, heads, tokens, width]` over a cache; returns `[1, tokens, heads, width of a value]`.
 
-    `keys` and `values` are `[rows, kv heads, capacity, width]` with a dense last dimension; `heads` is a multiple of
-    `kv heads`. float32 or bfloat16, all alike; sums are float32.
+    `keys` and `values` are `[rows, kv heads, capacity, width]` with a dense last dimension. The dimension before it may
+    be the dense one of `keys`, which is fastest for tokens that see one range. `heads` is a multiple of `kv heads`.
+    float32 or bfloat16, all alike; sums are float32.
 
     `nodes`, int32 `[tokens, 4 + words]` or `[1, 1, tokens, 4 + words]`, has for each token: row, column (where
     `store_nodes` writes it), first, base, and words of 32 bits. The token sees the columns from `first` to before

@@ -112,6 +112,10 @@ def calls(draw: st.DrawFn, dtype: torch.dtype) -> Call:
         lines.sort()
     queries = torch.randn(1, tokens, kv_heads * group, width + 1, generator=random).to(dtype)[..., 1:].transpose(1, 2)
     keys = torch.randn(rows, capacity, kv_heads, width + 3, generator=random).to(dtype)[..., 2:-1].transpose(1, 2)
+    if draw(st.booleans()):  # turned, in a wider buffer
+        wider = torch.full((rows, kv_heads, width, capacity + draw(st.sampled_from([0, 3, 64]))), NAN, dtype=dtype)
+        wider[..., :capacity] = keys.transpose(2, 3)
+        keys = wider[..., :capacity].transpose(2, 3)
     values = torch.randn(rows, kv_heads, capacity, value_width, generator=random).to(dtype)
     softcap = draw(st.sampled_from([0.0, 2.0]))
     sinks = torch.randn(kv_heads * group, generator=random) if draw(st.booleans()) else None
@@ -319,7 +323,8 @@ def test_wrong_arguments() -> None:
         ("queries", call.queries.double()),
         ("keys", call.keys.bfloat16()),
         ("keys", call.keys[..., :-1]),
-        ("keys", call.keys.transpose(2, 3).contiguous().transpose(2, 3)),
+        ("keys", call.keys.repeat_interleave(2, 3)[..., ::2]),
+        ("values", call.values.transpose(2, 3).contiguous().transpose(2, 3)),
         ("keys", call.keys[:, :0]),
         ("values", call.values[:, :, :-1]),
         ("nodes", nodes.long()),
