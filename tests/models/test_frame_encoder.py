@@ -8,6 +8,7 @@ import torch
 from specdec import OptionError, SpecGenerator
 from specdec.models import LanguageModel
 from specdec.models.backends.packed_layers import likeness
+from specdec.models.cache.buffers import KvBuffers
 from tests.tiny import tiny, tiny_inputs
 
 pytestmark = pytest.mark.usefixtures("built")
@@ -71,3 +72,15 @@ def test_features_of_another_size() -> None:
     generator = SpecGenerator(tiny("whisper"), backend="packed")
     with pytest.raises(OptionError, match=r"cannot read `input_features` \[1, 8, 30\]"):
         generator.generate(input_features=torch.zeros(1, 8, 30), max_new_tokens=2)
+
+
+def test_buffers_keep_the_order_of_keys() -> None:
+    """Column beside column, also when they grow; values lie as ever."""
+    keys, values = torch.randn(2, 3, 5).transpose(1, 2), torch.randn(2, 5, 3)
+    buffers = KvBuffers(1, 8, torch.device("cpu"), lambda: 5)
+    buffers.reserve(1)
+    buffers.write_prefix(0, [(keys, values)], 5)
+    buffers.reserve(40)
+    [sides] = buffers.pairs()
+    assert [side.stride(2) == 1 for side in sides] == [True, False]
+    assert all(torch.equal(side[0, :, :5], own) for side, own in zip(sides, (keys, values), strict=True))

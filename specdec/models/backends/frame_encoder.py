@@ -66,11 +66,17 @@ class FrameEncoder:
         return hidden
 
     def projected(self, hidden: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values `[rows, heads, positions, head width]` of each decoder layer, of the encoder's output."""
+        """Keys and values `[rows, heads, positions, head width]` of each decoder layer, of the encoder's output.
+
+        In memory a key's entries are `positions` apart, as attention reads them fastest.
+        """
         modules = [layer.encoder_attn for layer in self._decoder.layers]
         heads = [hidden.shape[0], hidden.shape[1], -1, modules[0].head_dim]
-        pairs = [(module.k_proj(hidden), module.v_proj(hidden)) for module in modules]
-        return [(keys.view(heads).transpose(1, 2), values.view(heads).transpose(1, 2)) for keys, values in pairs]
+
+        def turned(keys: Tensor) -> Tensor:
+            return keys.view(heads).permute(0, 2, 3, 1).contiguous().transpose(2, 3)
+
+        return [(turned(one.k_proj(hidden)), one.v_proj(hidden).view(heads).transpose(1, 2)) for one in modules]
 
 
 class _Convolution:

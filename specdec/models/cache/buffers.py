@@ -19,6 +19,7 @@ from specdec.options.versions import system_entries
 _FIRST_CAPACITY = 128  # tokens
 _LAZY_ROWS, _LAZY_COLUMNS = 16, 4160  # reserved where the system hands out pages on first write
 _PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+_COLUMNS = 64  # kernels read so many at once where columns lie side by side
 _PAGES = 2**20  # bytes from which a buffer is mapped by itself
 _SPARE_BYTES = 2**26  # buffers up to this size are kept when no row is left
 
@@ -49,7 +50,7 @@ class KvLayer(DynamicLayer):  # type: ignore[misc]
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Writes the new columns; returns all columns up to them, `[rows, heads, end, head width]`."""
         if self.buffers is None:
-            self.lazy_initialization(key_states, value_states)
+            self.lazy_initialization(key_states.contiguous(), value_states.contiguous())
         parent, rows = self.parent, key_states.shape[0]
         # `narrow` costs half of what a slice does, and this runs twice per layer and pass.
         keys, values = (
@@ -248,10 +249,14 @@ class KvBuffers(Cache):  # type: ignore[misc]
 
 
 def _zeros(like: Tensor, *shape: int) -> Tensor:
-    """Zeros of this shape, with the dtype and device of `like`.
+    """Zeros of this shape, with the dtype and device of `like`, column beside column if `like` lies so.
 
     On the CPU the system maps pages on first write, so that one long row does not make all wait for zeros.
     """
+    if like.stride(2) < like.stride(3):
+        *rows, columns, width = shape
+        turned = _zeros(like.transpose(2, 3), *rows, width, -(-columns // _COLUMNS) * _COLUMNS)
+        return turned.transpose(2, 3)[:, :, :columns]
     size = math.prod(shape) * like.element_size()
     if like.device.type != "cpu" or size < _PAGES:
         return like.new_zeros(shape)
