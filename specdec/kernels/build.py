@@ -9,6 +9,7 @@ changes, a day later, or by `specdec doctor`.
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import os
 import platform
@@ -17,7 +18,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
@@ -28,6 +29,7 @@ import torch
 from specdec.errors import UnsupportedError
 from specdec.kernels import kept
 from specdec.kernels.kept import Lack
+from specdec.options.fields import is_list, is_whole
 from specdec.options.versions import system_entries
 
 _log = logging.getLogger(__name__)
@@ -119,6 +121,24 @@ def instructions() -> str:
     facts = {"machine": platform.machine(), "processor": platform.processor()}
     facts |= {name: value for name, value in entries.items() if name in names}
     return "\n".join(f"{name}: {value}" for name, value in facts.items())
+
+
+def measured(what: str, count: int, measure: Callable[[], list[int]]) -> list[int]:
+    """The `count` numbers that `measure` finds of `what`: once per library and number of threads, for all processes.
+
+    So a choice by speed is the same in each of them, and texts stay what they were.
+    """
+    name = f"measured-{digest()}-{torch.get_num_threads()}-{what}.json"
+    with suppress(Lack, OSError, ValueError):
+        numbers = json.loads((folder() / name).read_text())
+        if is_list(numbers) and len(numbers) == count and all(map(is_whole, numbers)):
+            return numbers  # type: ignore[no-any-return]
+    numbers = measure()
+    with suppress(Lack, OSError):
+        with tempfile.NamedTemporaryFile("w", dir=folder(), delete=False) as file:
+            json.dump(numbers, file)
+        os.replace(file.name, folder() / name)
+    return numbers
 
 
 def try_again() -> None:

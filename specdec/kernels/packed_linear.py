@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from specdec.kernels import ops, packed_layout, pages
+from specdec.kernels.build import measured
 from specdec.kernels.quantized import GROUP, Quantized
 
 FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -197,8 +198,8 @@ def weight_kind(weight: Weight) -> str:
 
 @cache
 def measure_ways(kind: str, grouped: bool, rounds: bool) -> None:
-    """Finds from how many rows on such weights are multiplied faster by tiles, and unpacked; once per process, in some
-    0.1 s.
+    """Finds from how many rows on such weights are multiplied faster by tiles, and unpacked: once per machine, in some
+    0.2 s.
 
     All layers follow. Integers that meet rounded rows are tried beside tiles alone.
     """
@@ -213,17 +214,25 @@ def measure_ways(kind: str, grouped: bool, rounds: bool) -> None:
         values = (sample * 7).to(torch.int8)
         weight = Quantized(values, 8, scales) if kind == "int8" else Quantized(values + 7, 4, scales, scales)
     packed = PackedLinear(weight, rounds=False)
-    for dtype in packed.takes:
+
+    def of_floats(dtype: torch.dtype) -> list[int]:
         tiles = _NEVER
         if dtype == torch.bfloat16 and ops.has_tiles():
             tiles = _since(packed, dtype, ops.TILES, ops.VECTORS, _TILED, _EVEN)
         best = ops.VECTORS if tiles == _NEVER else ops.TILES
-        unpacked = _since(packed, dtype, ops.UNPACKED, best, _UNPACKED, _WINS)
-        ops.set_ways(packed.packed.dtype, grouped, dtype == torch.float32, tiles, unpacked)
-    if rounds:
+        return [tiles, _since(packed, dtype, ops.UNPACKED, best, _UNPACKED, _WINS)]
+
+    def of_integers() -> list[int]:
         rounding = PackedLinear(weight)
         rounding.way = ops.ALIKE
-        ops.set_floats(_since(packed, torch.bfloat16, ops.FASTEST, ops.ALIKE, _UNPACKED, _WINS, rounding))
+        return [_since(packed, torch.bfloat16, ops.FASTEST, ops.ALIKE, _UNPACKED, _WINS, rounding)]
+
+    name = f"{kind}{'-grouped' if grouped else ''}"
+    for dtype in packed.takes:
+        numbers = measured(f"{name}-by-{str(dtype).removeprefix('torch.')}", 2, partial(of_floats, dtype))
+        ops.set_ways(packed.packed.dtype, grouped, dtype == torch.float32, *numbers)
+    if rounds:
+        ops.set_floats(*measured(f"{name}-rounding", 1, of_integers))
 
 
 def _since(
@@ -251,7 +260,7 @@ def _since(
     return since
 
 
-def best_seconds(work: Callable[[], object], times: int = 4) -> float:
+def best_seconds(work: Callable[[], object], times: int = 8) -> float:
     """The seconds of the fastest of several runs."""
 
     def once() -> float:

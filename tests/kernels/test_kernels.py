@@ -176,6 +176,19 @@ def test_a_default_dtype_or_device_changes_no_layer() -> None:
     assert torch.equal(joint(x), torch.cat([layer(x) for layer in layers], -1))
 
 
+def test_what_is_fastest_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every process multiplies alike. (Each measured anew, so a text in bfloat16 was another one from run to run.)"""
+    monkeypatch.setenv("SPECDEC_KERNELS", str(tmp_path))
+    numbers = iter([[7, 9], [5, 8], [4, 6]])
+    kept = [build.measured("floats", 2, lambda: next(numbers)) for _ in range(2)]
+    [file] = tmp_path.iterdir()
+    file.write_text("[7")
+    kept += [build.measured("floats", 2, lambda: next(numbers)) for _ in range(2)]
+    assert kept == [[7, 9], [7, 9], [5, 8], [5, 8]]
+    monkeypatch.setenv("SPECDEC_KERNELS", str(file / "no folder"))
+    assert build.measured("floats", 2, lambda: next(numbers)) == [4, 6]
+
+
 def test_rows_with_nan_or_infinity_stay() -> None:
     """Top-k and top-p leave them to their callers."""
     rows = torch.tensor([[torch.inf, 1.0, 2.0], [torch.nan, 1.0, 2.0], [-torch.inf] * 3, [1.0, 3.0, 2.0]])
