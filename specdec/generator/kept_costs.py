@@ -103,7 +103,8 @@ def read_costs(path: Path | None, odds: Odds | None) -> Cost | None:
     if learned is None:
         return None
     seconds = learned.seconds
-    drafts = {source: _faded(line) for source, line in seconds.drafts.items()}
+    most = seconds.plain.at(1) if seconds.plain.weight else math.inf
+    drafts = {source: _faded(line) for source, line in seconds.drafts.items() if _is_likely(line, most)}
     seconds = seconds._replace(passes=_faded(seconds.passes), plain=_faded(seconds.plain), drafts=drafts)
     return Cost(acceptance=learned.acceptance, seconds=seconds)
 
@@ -121,6 +122,11 @@ def _is_sound(value: Any) -> bool:
     if isinstance(value, dict | list):
         return all(map(_is_sound, value.values() if isinstance(value, dict) else value))
     return value is None or (isinstance(value, int | float) and 0 <= value < math.inf)
+
+
+def _is_likely(line: LinearFit, most: float) -> bool:
+    """Whether a draft's pass takes at most these seconds, a plain round's: otherwise the machine was busy meanwhile."""
+    return not line.weight or line.at(1) <= most
 
 
 def _faded(line: LinearFit) -> LinearFit:

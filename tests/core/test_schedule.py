@@ -650,6 +650,19 @@ def test_rows_of_other_requests_share_passes_and_nothing_else() -> None:
     assert reading.seconds.passes.weight == 0
 
 
+def test_a_source_that_stalled_is_measured_again() -> None:
+    """Its price fades while the other source drafts. (A busy minute left the model of a hybrid out for good.)"""
+    copies = outcome(4, 4, seconds=(0.01, 1.0))
+    copies = replace(copies, seqs=[replace(copies.seqs[0], source="suffix")])
+    schedule: Any = Cost()
+    for round in [*[copies] * 4, *[outcome(0, 0, seconds=(0.0, 1.0))] * 3, *[outcome(1, 1, seconds=(50.0, 1.0))] * 2]:
+        schedule = schedule.after(round)
+    assert schedule.budgets([Key(0)])[0].pass_cost > 10
+    for round in [copies, outcome(0, 0, seconds=(0.0, 1.0))] * 80:
+        schedule = schedule.after(round)
+    assert schedule.budgets([Key(0)])[0].pass_cost < 1
+
+
 # --- auto
 
 

@@ -135,7 +135,8 @@ class Cost:
         gain = max(self.tokens / self.plain_tokens if self.plain_tokens else 1.0, 1.0)
         rate = gain * everyone / seconds.plain_round(everyone)
         # Only the slowest source asks before each pass; text drafts have no passes.
-        dearest = max(seconds.drafts.values(), key=lambda line: line.at(drafting))
+        lines = [line for line in seconds.drafts.values() if line.is_measured]
+        dearest = max(lines, key=lambda line: line.at(drafting))
         return self._budget(self.k, rate * dearest.at(0), rate * (seconds.passes.slope + dearest.slope))
 
     def _budget(self, limit: int, pass_cost: float, node_cost: float) -> Budget:

@@ -14,6 +14,7 @@ _EDGES = (0.0001, 0.001, 0.003, 0.01, 0.02, 0.04, 0.08, 0.15, 0.25, 0.4, 0.55, 0
 BINS = len(_EDGES) + 1
 _TRIALS = 4  # guesses of about one confidence that tell little yet
 _LEAST = 0.001  # the least cost of a node, as a share of a pass
+_IDLE = 0.99  # the weight of passes after each round without them
 
 
 @dataclass(frozen=True)
@@ -134,6 +135,15 @@ class LinearFit(NamedTuple):
             self.steepness,
             self.trust,
         )
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether passes were measured twice: one alone may have been a stall, as the first after loading often is."""
+        return self.weight > 1
+
+    def idle(self) -> LinearFit:
+        """With a little less weight, after a round in which other sources drafted: it is measured again in the end."""
+        return LinearFit(*(_IDLE * value for value in self[:5]), self.steepness, self.trust)
 
     @property
     def slope(self) -> float:

@@ -39,8 +39,8 @@ class Seconds(NamedTuple):
 
     @property
     def is_measured(self) -> bool:
-        """Whether a draft's passes were measured twice: once may have been a stall."""
-        return any(line.weight > 1 for line in self.drafts.values())
+        """Whether a draft's passes were measured."""
+        return any(line.is_measured for line in self.drafts.values())
 
     def wants_plain_round(self, acceptance: float) -> bool:
         """Whether the next round should have no draft, to measure one: at once where the draft is poor, else later."""
@@ -101,8 +101,12 @@ class Seconds(NamedTuple):
             # Other requests may draft in every round: without their nodes, it would have been a plain one.
             saved = pass_seconds - changes["passes"].at(round.nodes - drafted)
             changes["plain"] = self.plain.add(count, round.seconds - round.draft_seconds - saved)
+        if len(self.drafts) > 1:
+            sources = _sources(round)
+            idle = {name: line if name in sources else line.idle() for name, line in self.drafts.items()}
+            changes["drafts"] = idle
         if was_tried(round):
-            changes["drafts"] = self._drafts_with(round)
+            changes["drafts"] = self._replace(**changes)._drafts_with(round)
             # Sequences of other requests count where the same source proposed for them.
             changes["drafting_seqs"] = sum(seq.depth > 0 and seq.source in _sources(round) for seq in round.others)
         if own_levels := sum(seq.depth for seq in round.seqs):
