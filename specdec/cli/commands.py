@@ -111,10 +111,14 @@ def run_command(arguments: Sequence[str]) -> int:
 
 
 def _llama_cpp(arguments: Sequence[str], error: Exception) -> str | None:
-    """The first flag of llama.cpp that the command of the parser's error lacks; the parser may read -ngl as -n gl."""
-    params = [] if (ctx := getattr(error, "ctx", None)) is None else ctx.command.params
-    flags = {flag for param in params for flag in param.opts}
-    return next((word for word in arguments if flags and word in LLAMA_CPP and word not in flags), None)
+    """The flag of llama.cpp that the parser's error is about; the parser reads -md as -m, and -ngl as -n gl."""
+    name, opts = getattr(error, "option_name", None), getattr(getattr(error, "param", None), "opts", ())
+
+    def is_meant(word: str) -> bool:
+        rest = word[2:]
+        return word.startswith(name) if name else bool(rest) and word[:2] in opts and repr(rest) in str(error)
+
+    return next((word for word in arguments if word in LLAMA_CPP and is_meant(word)), None)
 
 
 def _show_warning() -> Any:
@@ -169,7 +173,7 @@ def generate(
     num_return_sequences: int | None = flags.flag("Number of samples or beams to return."),
     stop: list[str] | None = flags.flag("Text that ends the answer, and stays in it; repeatable."),
     response_format: str | None = flags.flag(
-        "File with a JSON schema that the answer matches; json: any JSON object.", metavar="FILE"
+        "JSON schema that the answer matches, or a file with one; json: any JSON object.", metavar="SCHEMA"
     ),
     guided_regex: str | None = flags.flag("Expression that the whole answer matches.", metavar="REGEX"),
     guided_choice: list[str] | None = flags.flag("One of the possible answers; repeatable.", metavar="TEXT"),
@@ -191,10 +195,12 @@ def generate(
     expected, request = read_prediction(prediction, request)
     content = with_images(text, image or [])
     generator = load_with_spinner(request)
+    chat = chat or system is not None or bool(image)
+    if not chat and getattr(generator.tokenizer, "chat_template", None):
+        remark("hint: the prompt is continued as a text: for an answer by the model's chat template, pass --chat")
     live = stream and not json_ and request.options.get("num_return_sequences", 1) == 1
     with Interrupt() as interrupt:
         call: dict[str, Any] = {**request.options, "stopping_criteria": [interrupt], "prediction": expected}
-        chat = chat or system is not None or bool(image)
         before = [] if system is None else [{"role": "system", "content": system}]
         call |= {"messages": [*before, {"role": "user", "content": content}]} if chat else {"prompt": text}
         if live:
@@ -215,8 +221,8 @@ def generate(
         show_stats(out.stats)
     if interrupt.is_set:
         return INTERRUPTED
-    if not chat and getattr(generator.tokenizer, "chat_template", None):
-        remark("hint: the prompt was continued as a text: for an answer by the model's chat template, pass --chat")
+    if "length" in out.stats.finish_reasons and ctx.params.get("max_new_tokens") is None:
+        remark(f"note: the text ended at {max(out.stats.lengths)} tokens; for more, pass -n")
     return OK
 
 

@@ -173,7 +173,7 @@ def _fit(draft: Draft, generator: SpecGenerator) -> Finding:
 
     finding, draft = partial(Finding, "models", "fit"), draft.inner if isinstance(draft, HybridDraft) else draft
     if not draft.models:
-        return finding(f"{draft!r} reads the text alone and fits any target")
+        return finding(f"{draft.kind} reads the text alone and fits any target")
     if isinstance(draft, ModelDraft):
         widths = (model.vocab_size for model in (generator.target, *draft.models))
         words = len(generator.tokenizer) if generator.tokenizer is not None else min(widths)

@@ -159,14 +159,15 @@ def read_options(
     return options
 
 
-def _response_format(file: str) -> dict[str, Any]:
-    """The field in a JSON file, which may hold a schema alone, or the field for the word json."""
-    if file == "json":
+def _response_format(text: str) -> dict[str, Any]:
+    """The field in JSON or a file of it, either of which may be a schema alone, or the field for the word json."""
+    if text == "json":
         return {"type": "json_object"}
     try:
-        value = json.loads(read_text(file))
+        value = json.loads(text if text.lstrip().startswith("{") else read_text(text))
     except json.JSONDecodeError as error:
-        raise OptionError.of("--response-format", "json or a file with a JSON schema", file, str(error)) from None
+        expected = "json, a JSON schema or a file with one"
+        raise OptionError.of("--response-format", expected, text, str(error)) from None
     if not isinstance(value, dict) or value.get("type") in ("text", "json_object", "json_schema"):
         return value  # the check of the option finds faults
     return {"type": "json_schema", "json_schema": {"schema": value}}

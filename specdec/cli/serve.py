@@ -129,6 +129,6 @@ def model_keys(params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def plain_name(target: str) -> str:
-    """A model's default name for clients: the end of its id or path."""
-    end = target.removeprefix("zoo:").rstrip("/").rpartition("/")[2]
+    """A model's default name for clients: the end of its id or path, without the ending of a GGUF file."""
+    end = target.removeprefix("zoo:").removesuffix(".gguf").rstrip("/").rpartition("/")[2]
     return re.sub(r"[^\w.:@-]", "-", end)[:128] or "model"

@@ -228,7 +228,8 @@ class Bar(progress.Progress):
         )
         self.disable = not self.console.is_terminal
         self.add_task(doing, total=None)
-        self._grows, self._stages, self._last_line = grows, stages, self.get_time()
+        self._grows, self._stages, self._over = grows, stages, Event()
+        self._began = self._last_line = self.get_time()
 
     def __call__(self, done: float, total: float, doing: str) -> None:
         """`done` of `total` steps are done, and the next step is `doing`."""
@@ -236,11 +237,12 @@ class Bar(progress.Progress):
         if task.total is None or done < task.completed or not (self._grows or total == task.total):
             self.reset(task.id, completed=-1)  # so that the pace is measured from here, at 0 steps too
         task.total, task.finished_time = total or None, None  # more of the work may have come
-        begins = self._stages and doing != task.description
+        begins = doing != task.description
+        self._began = self.get_time() if begins else self._began
         self.update(task.id, completed=done, description=doing)
         if self.console.is_terminal or self.console.quiet or not total:
             return
-        if not begins and self.get_time() - self._last_line < _SECONDS:
+        if not (begins and self._stages) and self.get_time() - self._last_line < _SECONDS:
             return
         self._last_line, seconds = self.get_time(), task.time_remaining if done < total else None
         say(f"{done / total:.0%}{'' if seconds is None else f', about {duration(seconds)} left'}: {doing}")
@@ -257,11 +259,10 @@ class Bar(progress.Progress):
 
     def _watch(self, over: Event) -> None:
         """Prints a line every `_SECONDS` while a step takes longer."""
-        began = self.get_time()
         while not over.wait(1.0):
             if (now := self.get_time()) - self._last_line >= _SECONDS and (doing := self.tasks[0].description):
                 self._last_line = now
-                say(f"{doing}: {duration(now - began)} so far")
+                say(f"{doing}: {duration(now - self._began)} so far")
 
 
 class Interrupt:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from specdec.core.budget import Budget
@@ -126,6 +126,9 @@ class OpenDrafts:
             proposals |= self._forced(opened, seq, budget)
         asked = {seq: budget for seq, budget in budgets.items() if seq.id not in proposals}
         ids = opened.proposer.begin_round([*asked], [*asked.values()])
+        if not isinstance(ids, Collection) or not {seq.id for seq in asked}.issuperset(ids):
+            kind = type(opened.proposer).__name__
+            raise DraftError(f"`{kind}.begin_round` must return ids of the sequences that it got, got {ids!r}")
         if readers := [seq for seq in asked if seq.id in ids]:
             ready = catch_up(opened, readers)
             proposals |= {seq.id: EMPTY for seq in readers if seq.id not in ready}

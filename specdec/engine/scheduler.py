@@ -50,6 +50,9 @@ class Scheduler:
         # by source: the sequences without a row whose prompts are copies
         self._copies: dict[Hashable, set[RunningSequence]] = defaultdict(set)
         self._texts = SharedTexts(self._keys)
+        self._continued: dict[
+            RunningSequence, int
+        ] = {}  # tokens of saved texts that drafts continue, until they read on
 
     def add(self, request: Request) -> None:
         """Takes in a request's sequences, whose prompts are to be read."""
@@ -179,7 +182,7 @@ class Scheduler:
         if opened is not None and seq.cached_prompt_tokens and not opened.draft.hidden_layers:
             saved, length = self.prefix_cache.find(self.prefix_cache.key_of(opened.draft, seq.context), seq.tokens[:-1])
             if saved is not None:
-                _forked(opened, seq, saved, length)
+                self._continued[seq] = _forked(opened, seq, saved, length)
 
     def catch_up(self, opened: OpenDraft, seqs: Sequence[RunningSequence]) -> set[int]:
         """Reads a chunk of the texts that a draft lacks; returns the ids of sequences for which it can guess.
@@ -221,7 +224,7 @@ class Scheduler:
                 if leader is not None and leader in seqs:
                     leaders.add(leader)
                     continue
-                if source is not None and length > len(seq.tokens) - opened.proposer.unread(seq):
+                if source is not None and length > self._continued.pop(seq, 0):
                     _forked(opened, seq, source if isinstance(source, SavedState) else source.id, length)
             opened.texts.begin(seq, ids)
         return leaders
@@ -230,6 +233,7 @@ class Scheduler:
         """Takes rows back, and keeps their texts where that pays; sequences that waited for them go on without."""
         for seq in seqs:
             self._retain(seq)
+            self._continued.pop(seq, None)
             if (opened := self._drafts.of(seq)) is not None:
                 opened.texts.drop(seq)
         leaving = {*seqs}

@@ -16,6 +16,7 @@ from specdec.decoding.strategies import read_constraints
 from specdec.errors import OptionError, UnsupportedError
 from specdec.generator.inputs.prompts import Prompts
 from specdec.models import LanguageModel
+from specdec.models.capability import trained_positions
 from specdec.models.hf.private_api import gathers_weights
 from specdec.options.generate import Options, to_list
 from specdec.options.resolve import warn_of_idle
@@ -129,7 +130,7 @@ def length_limit(options: Options, prompts: Prompts, target: LanguageModel) -> i
             f"the prompt and its continuation may need {positions} positions, but the target has "
             f"{target.max_positions}: shorten the prompt or lower `max_new_tokens`"
         )
-    trained = getattr(target.config, "max_position_embeddings", None)
+    trained = trained_positions(target.config)
     if trained is not None and longest > trained:
         message = f"the prompt has {longest} tokens, and the target was trained on {trained}"
         way_out = "its text may make no sense, so shorten the prompt"

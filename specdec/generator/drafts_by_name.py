@@ -10,6 +10,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -22,6 +23,7 @@ from specdec.generator.inputs.prompts import FEATURES
 from specdec.generator.tokenizers import check_split_rule, check_tokenizer, tokenizer_beside
 from specdec.models import LanguageModel, load_model, place_tokens, sees_alike, unwrapped
 from specdec.models.hf.derived import on_encoder_of
+from specdec.models.hf.load_errors import check_folder
 from specdec.models.loading.lighten import lightened
 from specdec.options.drafts import ALONE, SPELLINGS, read_draft
 from specdec.options.fields import COPYING, check_whole, is_whole
@@ -281,6 +283,8 @@ def loaded(draft: Any, how: Loading, *, name: str = "draft") -> Any:
         word, source = spelling.word, spelling.model
     if not isinstance(source, str | PathLike):
         return draft
+    if not Path(source).is_file():
+        check_folder(source, name)
     model: HeadAt | LoadedModel
     if how.gguf_file is None and head_kind(source, how.revision, argument=name) is not None:
         model = HeadAt(str(source), how)

@@ -61,9 +61,9 @@ class SpecGenerator:
     names: True (128 MiB at most), a number of bytes, or paths. Calls of another `cache_salt` see the files alone.
 
     The fields of `Loading` are options, too: they say how a target that is named is loaded. A draft that is named has
-    the target's `dtype`, `backend`, `device_map` and `trust_remote_code`, unless `draft_options` set them, and is never
-    offloaded. A model object takes `backend` ("packed" keeps a second copy of its weights, "auto" leaves it as it is)
-    and `exactness` alone.
+    the target's options `dtype`, `backend`, `device_map` and `trust_remote_code`, unless `draft_options` set them, and
+    is never offloaded. A model object takes `backend` ("packed" keeps a second copy of its weights, "auto" leaves it as
+    it is) and `exactness` alone.
 
     Raises OptionError for values that are no target or draft, VocabularyError where the two do not share a vocabulary,
     and OptionError, UnsupportedError and LoadError where a model cannot be loaded so.

@@ -20,6 +20,7 @@ AT_MASKS = {"xlm", "xlnet", "flaubert"}
 # These read the whole text again where their scaling changes (`prepare_inputs_for_generation`).
 _REREADING = {"phi3", "phimoe", "phi4_multimodal"}
 
+_ORIGINAL = "original_max_position_embeddings"
 _KNOWN_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
@@ -44,16 +45,28 @@ def attention_kinds(config: Any) -> tuple[AttentionKind, ...] | None:
 
 def rope_boundary(config: Any) -> int | None:
     """The length of text where rotary scaling changes; None if it does not."""
-    scalings = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    by_layer_type = [value for value in scalings.values() if isinstance(value, dict)]
-    original, longest = "original_max_position_embeddings", getattr(config, "max_position_embeddings", None)
-    boundaries = []
-    for scaling in by_layer_type or [scalings]:
+    longest, boundaries = getattr(config, "max_position_embeddings", None), []
+    for scaling in _rope_scalings(config):
         kind = scaling.get("rope_type", scaling.get("type"))
         if kind in ("dynamic", "longrope"):
-            length = kind == "longrope" and (scaling.get(original) or getattr(config, original, None))
+            length = kind == "longrope" and (scaling.get(_ORIGINAL) or getattr(config, _ORIGINAL, None))
             boundaries.append(length or longest)
     return min((limit for limit in boundaries if limit), default=None)
+
+
+def trained_positions(config: Any) -> int | None:
+    """The positions of texts that a model was trained on or is scaled to; None where nothing tells, as of ALiBi."""
+    longest = getattr(config, "max_position_embeddings", None)
+    if longest is None or getattr(config, "alibi", False):
+        return None
+    scaled = [(one.get(_ORIGINAL) or longest) * (one.get("factor") or 1.0) for one in _rope_scalings(config)]
+    return int(max(longest, *scaled))
+
+
+def _rope_scalings(config: Any) -> list[dict[str, Any]]:
+    """The parameters of rotary scaling, of each kind of layer that has its own."""
+    scalings = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    return [value for value in scalings.values() if isinstance(value, dict)] or [scalings]
 
 
 def cache_reset_length(config: Any) -> int | None:

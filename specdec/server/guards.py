@@ -222,9 +222,9 @@ class Entrance:
         if settings.is_local and host_of(host) not in hosts:
             return ApiError(421, "this host name is not served: pass --allow-host", code="unknown_host")
         origin = headers.get("origin")
-        if origin is None or re.fullmatch(settings.origin_pattern, origin := origin.lower()):
+        if origin is None or re.fullmatch(settings.origin_pattern, origin):
             return None
-        if not any(_is_at(origin, netloc) for netloc in (host, *settings.hosts)):
+        if not any(_is_at(origin.lower(), netloc) for netloc in (host, *settings.hosts)):
             message = "pages of other sites may not use this server: pass --allow-host or --allow-origin"
             return ApiError(403, message, code="cross_origin")
         return None

@@ -115,7 +115,7 @@ class _Server(uvicorn.Server):
                 with socket.fromfd(bound.fileno(), bound.family, bound.type) as same:
                     same.listen(_BACKLOG)
                 host, port = bound.getsockname()[:2]
-                LOG.info("listening on http://%s:%s", host, port)
+                LOG.info("listening on http://%s:%s, %s", host, port, ", ".join(map(repr, self._state.hosts)))
 
     async def on_tick(self, counter: int) -> bool:
         """Whether the server ends now; runs every tenth of a second."""

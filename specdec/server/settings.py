@@ -5,7 +5,6 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections.abc import Mapping, Sequence
-from fnmatch import translate
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -51,7 +50,7 @@ def _draft(text: str) -> str:
 def _origin(text: str) -> str:
     if text != "*" and not re.fullmatch(r"[\w.+-]+://[^\s/]+", text):
         raise ValueError(f"must be an origin without path, as in vscode-webview://*, or *, got {text!r}")
-    return text.lower()
+    return re.sub(r"^(http://.*):80$|^(https://.*):443$", r"\1\2", text, flags=re.IGNORECASE)  # browsers leave it out
 
 
 Origin = Annotated[str, AfterValidator(_origin)]
@@ -155,8 +154,9 @@ class ServeSettings(_Frozen):
 
     @property
     def origin_pattern(self) -> str:
-        """A regular expression for the origins, which matches nothing without them."""
-        return "|".join(map(translate, self.origins)) or "(?!)"
+        """A regular expression for the origins, in any case of letters, which matches nothing without them."""
+        patterns = (re.escape(origin).replace(r"\*", ".*") for origin in self.origins)
+        return f"(?i:{'|'.join(patterns) or '(?!)'})"
 
     @property
     def is_local(self) -> bool:

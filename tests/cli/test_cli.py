@@ -486,7 +486,7 @@ def test_a_hint_where_a_chat_model_continues(chatty: str, generate: Any, called:
     """A plain prompt made many of them end at once, or write on: nothing told of --chat."""
     ends = ["--set", "forced_eos_token_id=2", "-n", "1"]
     out, err = called("generate", chatty, "-p", "def f", *ends)
-    assert (out, err.startswith("hint: the prompt was continued")) == ("\n", True)
+    assert (out, err.startswith("hint: the prompt is continued")) == ("\n", True)
     assert err.endswith("--chat\n")
     for flags in (["--chat"], ["--quiet"]):
         assert called("generate", chatty, "-p", "def f", *ends, *flags).err == ""

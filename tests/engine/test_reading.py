@@ -13,6 +13,7 @@ from specdec.engine import scheduler as module
 from specdec.engine.drafts import OpenDrafts
 from specdec.engine.prefix_cache import PrefixCache
 from specdec.engine.scheduler import Scheduler
+from specdec.errors import DraftError
 from specdec.models import LanguageModel
 from specdec.proposers import ModelDraft
 from specdec.proposers.other_tokenizer import TextBridge
@@ -183,3 +184,24 @@ def test_a_draft_with_other_tokens_follows_a_text(pictures: bool) -> None:
     row.tokens += ours.encode("jumps over")
     one(session, row, 3)
     assert views == {0: view}
+
+
+def test_texts_share_what_a_draft_with_coarser_tokens_read() -> None:
+    """Common tokens are the target's, unread ones the draft's. (Few common ones of a long text were not copied.)"""
+    model = FakeModel(len(theirs))
+    session, source = Reader(TextBridge(ModelDraft(model), ours, theirs), len(ours)), task(source="ours")
+    shared, tail = "the quick brown fox jumps over ", "print(area(3, 4)) " * 8
+    first, second = (Text(ours.encode(shared + tail * k), k, task=source) for k in (1, 2))
+    one(session, first, 1)
+    read = sum(map(sum, model.fed))
+    one(session, second, 1)
+    assert sum(map(sum, model.fed)) - read < len(theirs.encode(shared + tail * 2)) - len(theirs.encode(shared)) + 2
+
+
+@pytest.mark.parametrize("ids", [None, [99], ["0"]])
+def test_a_round_begins_with_ids_of_its_texts(ids: Any) -> None:
+    """Anything else is the draft's error. (None was Python's, and others were left out without a word.)"""
+    session = Reader(ModelDraft(FakeModel()))
+    session.proposer.begin_round = lambda *_: ids  # type: ignore[method-assign]
+    with pytest.raises(DraftError, match=r"`ModelProposer.begin_round` must return ids of the sequences that it got"):
+        one(session, Text([1, 2], 0))

@@ -442,6 +442,9 @@ def test_a_prompt_beyond_the_trained_positions() -> None:
     assert len(ours(model, input_ids=IDS[:1], max_new_tokens=4)[0]) == 10
     with pytest.warns(UserWarning, match=r"has 7 tokens, and the target was trained on 6 \(`max_position"):
         assert len(ours(model, input_ids=torch.tensor([[*IDS[0], 3]]), max_new_tokens=4)[0]) == 11
+    scaled = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}
+    model = tiny("llama", max_position_embeddings=6, rope_parameters=scaled)
+    assert len(ours(model, input_ids=torch.tensor([[*IDS[0], 3]]), max_new_tokens=4)[0]) == 11
 
 
 OTHER_NAMES = {"gpt2": "n_positions", "gptj": "n_positions", "mpt": "max_seq_len", "whisper": "max_target_positions"}

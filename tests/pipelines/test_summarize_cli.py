@@ -81,6 +81,9 @@ def test_files_of_their_own(summarize: Any, expected: dict[str, str], tmp_path: 
     (tmp_path / "text.md").write_text(TEXT)
     code, out, err = summarize("text.txt", str(tmp_path / "text.md"), "--output-dir", str(folder))
     assert (code, out, "twice" in err) == (2, "", True)
+    code, out, err = summarize(str(folder / "text.txt"), "--output-dir", str(folder))
+    assert (code, out, "would write over" in err) == (2, "", True)
+    assert (folder / "text.txt").read_text(encoding="utf-8") == expected[TEXT] + "\n"
 
 
 def test_folders(expected: dict[str, str], folder: Path, tmp_path: Path, called: Any) -> None:

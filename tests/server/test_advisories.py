@@ -241,8 +241,9 @@ def test_other_sites_are_kept_out() -> None:
 
 def test_origins_that_are_let_in() -> None:
     """Panels of editors by a pattern, with the headers that browsers ask for. (None could use the server.)"""
-    with asking(app(origins=["vscode-webview://*", "http://localhost:3000"])) as c:
-        for origin in ("vscode-webview://1Ab2", "http://localhost:3000"):
+    named = ["vscode-webview://*", "http://localhost:3000", "http://[::1]:3000", "app://Ab", "https://a.example:443"]
+    with asking(app(origins=named)) as c:
+        for origin in ("vscode-webview://1Ab2", *named[1:-1], "https://a.example"):
             asks = {"Origin": origin, "Access-Control-Request-Method": "POST"}
             asks["Access-Control-Request-Headers"] = "authorization,content-type"
             preflight = c.request("OPTIONS", "/v1/completions", headers=asks)
@@ -250,7 +251,12 @@ def test_origins_that_are_let_in() -> None:
             assert preflight.headers["access-control-allow-headers"] == "authorization,content-type"
             answer = c.post("/v1/completions", json=BODY, headers={"Origin": origin})
             assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, origin)
-        for origin in ("vscode-webview:", "https://evil.example", "http://localhost:3000.evil.example"):
+        for origin in (
+            "vscode-webview:",
+            "http://1:3000",
+            "https://evil.example",
+            "http://localhost:3000.evil.example",
+        ):
             answer = c.post("/v1/completions", json=BODY, headers={"Origin": origin})
             assert answer.status_code == 403
             assert "--allow-origin" in answer.json()["error"]["message"]

@@ -22,6 +22,7 @@ from specdec.generator.generator import SpecGenerator
 from specdec.models.hf.load_errors import check_folder, explained
 from specdec.options import bundled_models
 from specdec.options.fields import check_whole, is_number
+from specdec.options.load import Loading
 from specdec.pipelines.checks import refuse_outputs
 from specdec.pipelines.speech.live import Live
 from specdec.pipelines.speech.recordings import Chunking, Recording, read_chunking
@@ -103,8 +104,8 @@ class Transcriber:
         **options: Any,
     ) -> None:
         if processor is None and isinstance(target, str | PathLike):
-            trusted = bool(options.get("trust_remote_code"))
-            processor = processor_beside(target, options.get("revision"), trust_remote_code=trusted)
+            how, _ = Loading.split(options)
+            processor = processor_beside(target, how.revision, trust_remote_code=how.trust_remote_code)
         tokenizer = tokenizer or getattr(processor, "tokenizer", None) or getattr(target, "tokenizer", None)
         self._extractor: Any = feature_extractor or getattr(processor, "feature_extractor", None)
         if tokenizer is None or self._extractor is None:

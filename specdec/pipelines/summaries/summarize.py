@@ -129,7 +129,7 @@ class Summarizer:
         """The options of a call, with a limit of 128 new tokens unless they or the checkpoint have a limit."""
         limits = self.generator.options(**options)
         has_limit = limits.max_new_tokens is not None or limits.max_length is not None
-        return {**options} if has_limit else {"max_new_tokens": NEW_TOKENS, **options}
+        return {**options} if has_limit else {**options, "max_new_tokens": NEW_TOKENS}
 
     def __call__(self, documents: str | Iterable[str], **options: Any) -> list[Any]:
         """One dict per text, `[{"summary_text": …}]`, also for a single text; `options` are those of `summarize`.
