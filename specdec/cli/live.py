@@ -60,12 +60,10 @@ def transcribe_live(
     remark("listening; Ctrl-C ends the sound", "dim")
     with Interrupt() as interrupt:
         try:
-            for block in arriving(blocks):
+            for block in arriving(blocks, lambda: interrupt.is_set):
                 live.hear(block)
                 while live.is_due and not interrupt.is_set:
                     screen(next(live))
-                if interrupt.is_set:
-                    break
         except SpecdecError as error:
             fault = error
         live.end()

@@ -98,6 +98,26 @@ def test_blocks_are_read_ahead() -> None:
     assert [len(part) for part in parts] == [2, 10]
 
 
+def test_what_waits_when_the_sound_is_over() -> None:
+    """It is the last part. (Ctrl-C left out what had come while a pass ran.)"""
+    works, is_read, is_over, ends = Event(), Event(), Event(), Event()
+
+    def blocks() -> Iterator[Samples]:
+        yield np.zeros(2, np.float32)
+        works.wait()
+        yield from np.ones((5, 2), np.float32)
+        is_read.set()
+        ends.wait(30)
+
+    arrivals = arriving(blocks(), is_over.is_set)
+    next(arrivals)
+    works.set()
+    is_read.wait()
+    is_over.set()
+    assert sum(map(len, arrivals)) == 10
+    ends.set()
+
+
 def test_a_caller_that_leaves() -> None:
     """No thread reads on for it."""
     is_read = Event()

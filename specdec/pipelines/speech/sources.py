@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from queue import Queue
 from threading import Event, Thread
 from typing import Any, BinaryIO
@@ -97,10 +97,11 @@ def _exactly(stream: BinaryIO, count: int) -> bytes:
     return content
 
 
-def arriving(blocks: Iterable[Samples]) -> Iterator[Samples]:
+def arriving(blocks: Iterable[Samples], is_over: Callable[[], bool] = lambda: False) -> Iterator[Samples]:
     """The blocks, which a thread reads while the caller works; those that wait come as one.
 
-    An error of theirs is raised behind them. At most a minute of sound waits, then its source does.
+    An error of theirs is raised behind them. At most a minute of sound waits, then its source does. Once `is_over()`,
+    what waits is the last.
     """
     queue, is_left = Queue[Any](_AHEAD), Event()
 
@@ -116,7 +117,7 @@ def arriving(blocks: Iterable[Samples]) -> Iterator[Samples]:
 
     Thread(target=read, name="specdec-sound", daemon=True).start()
     try:
-        while True:
+        while not (is_over() and queue.empty()):
             items = [queue.get(), *(queue.get() for _ in range(queue.qsize()))]
             last = None if isinstance(items[-1], np.ndarray) else items.pop()
             if items:
