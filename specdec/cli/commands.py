@@ -115,8 +115,7 @@ def _llama_cpp(arguments: Sequence[str], error: Exception) -> str | None:
     name, opts = getattr(error, "option_name", None), getattr(getattr(error, "param", None), "opts", ())
 
     def is_meant(word: str) -> bool:
-        rest = word[2:]
-        return word.startswith(name) if name else bool(rest) and word[:2] in opts and repr(rest) in str(error)
+        return word.startswith(name) if name else len(word) > 2 and word[:2] in opts
 
     return next((word for word in arguments if word in LLAMA_CPP and is_meant(word)), None)
 

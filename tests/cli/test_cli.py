@@ -206,6 +206,7 @@ USAGE_ERRORS = {
     "generate t -p x -c 4096": "No such option: -c. In its place: --context N of serve",
     "serve t -t 4": "No such option: -t. In its place: OMP_NUM_THREADS=N before",
     "serve t -p x": "No such option: -p. In its place: -p of generate",
+    "generate t -p -c --nope": "No such option: --nope",
     "batch a b --model t --temperature many": "--temperature",
 }
 FLAG_ERRORS = {
@@ -224,7 +225,7 @@ FLAG_ERRORS = {
     "--guided-regex '('": "error: --guided-regex: unclosed group",
     "--guided-regex a --guided-choice b": "--guided-regex and --guided-choice each set the form",
     "--response-format no-such-file": "no-such-file cannot be read",
-    "--response-format pyproject.toml": "`--response-format` must be json or a file with a JSON schema",
+    "--response-format pyproject.toml": "`--response-format` must be json, a JSON schema or a file with one",
     "--stop ''": "--stop must be text, or a list of texts",
     "--set top_k": "KEY=VALUE",
     "--set a=[1": "YAML",

@@ -195,7 +195,7 @@ def test_names_are_checked_first(
 def test_a_pair_that_does_not_fit(folders: tuple[str, str], tmp_path: Path, called: Any) -> None:
     """The error of loading is a finding, with its way out, and exit code 1."""
     tiny("llama", vocab=64).save_pretrained(tmp_path)
-    out = called("doctor", folders[0], "--draft", tmp_path, "--seconds", "0.1", "--quiet", code=1).out
+    out = called("doctor", folders[0], "--draft", tmp_path, "--seconds", "2", "--quiet", code=1).out
     assert re.search(r"✗ failure .*draft='suffix'", out)
 
 
