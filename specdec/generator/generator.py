@@ -95,7 +95,8 @@ class SpecGenerator:
         unloaded, draft = draft, loaded(draft, how.of_draft(draft_options))
         if draft_options and draft is unloaded:
             raise OptionError("`draft_options` load a draft model, and `draft` names none: leave them out")
-        self.target = load_model(model, how, name="target")
+        passes = Loading(backend=how.backend, exactness=how.exactness)  # some weights leave no choice of a backend
+        self.target = load_model(load_model(model, how, name="target"), passes, name="target")
         if tokenizer is None and is_named:  # after the model, whose error gives the reason
             tokenizer = tokenizer_beside(str(target), sees=self.target.sees, reader=reader, **how.beside)
         self.tokenizer, self.processor = split_processor(tokenizer)

@@ -2,6 +2,7 @@
 
 import inspect
 import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,7 +32,7 @@ from specdec.options.generate import Options
 from specdec.options.resolve import resolve
 from specdec.pipelines import Summarizer
 from specdec.proposers import SuffixDraft
-from tests.folders import WIDTH, byte_tokenizer
+from tests.folders import WIDTH, byte_tokenizer, saved_model
 from tests.generator.conftest import Letters, idle
 from tests.matrix import endless
 from tests.shrink import tiny_of
@@ -236,6 +237,12 @@ def test_inherited_settings_are_no_mistake() -> None:
     model.generation_config = GenerationConfig(do_sample=True)
     out = SpecGenerator(model).generate(IDS, max_new_tokens=3, temperature=0.5)
     assert out.stats.settings["strategy"] == "coupled"
+
+
+def test_a_backend_that_weights_do_not_have(tmp_path: Path) -> None:
+    """Weights in 4 bits are packed. (The one constructor took the other backend, and packed them all the same.)"""
+    with pytest.raises(OptionError, match="`backend`='eager' does not reach a `target`"):
+        SpecGenerator(saved_model(tmp_path), quantization="int4-weight", backend="eager")
 
 
 @pytest.mark.parametrize(
