@@ -230,10 +230,12 @@ def check_output(files: Sequence[str], format: Format, folder: Path | None) -> N
     """Raises OptionError where two files would have the same output, or a file would be written over."""
     if len(files) > 1 and folder is None and format in ("srt", "vtt"):
         raise OptionError(f"--format {format} makes one file per recording: pass --output-dir")
+    if folder is None:
+        return
     stems = [Path(name).stem for name in files]
-    if folder is not None and (twice := [stem for stem in stems if stems.count(stem) > 1]):
+    if twice := [stem for stem in stems if stems.count(stem) > 1]:
         raise OptionError(f"--output-dir would get {twice[0]} twice: rename one of these files")
-    for name in files if folder is not None else ():
+    for name in files:
         if name != STDIN and output_file(name, format, folder).resolve() == Path(name).resolve():
             raise OptionError(f"--output-dir would write over {name}: name another folder")
 

@@ -143,7 +143,7 @@ class LinearFit(NamedTuple):
 
     def idle(self) -> LinearFit:
         """With a little less weight, after a round in which other sources drafted: it is measured again in the end."""
-        return LinearFit(*(_IDLE * value for value in self[:5]), self.steepness, self.trust)
+        return LinearFit._make((*(_IDLE * value for value in self[:5]), self.steepness, self.trust))
 
     @property
     def slope(self) -> float:
