@@ -130,12 +130,12 @@ class OpenDrafts:
             kind = type(opened.proposer).__name__
             raise DraftError(f"`{kind}.begin_round` must return ids of the sequences that it got, got {ids!r}")
         if readers := [seq for seq in asked if seq.id in ids]:
-            ready = catch_up(opened, readers)
-            proposals |= {seq.id: EMPTY for seq in readers if seq.id not in ready}
-            asked = {seq: budget for seq, budget in asked.items() if seq.id not in proposals}
-            readers = [seq for seq in readers if seq in asked]
+            waiting = {*ids} - catch_up(opened, readers)
+            proposals |= dict.fromkeys(waiting, EMPTY)
+            asked = {seq: budget for seq, budget in asked.items() if seq.id not in waiting}
         if asked:
-            proposals |= self._count(opened, readers, lambda: self._ask(opened.proposer, asked))
+            reading = [seq for seq in readers if seq in asked]
+            proposals |= self._count(opened, reading, lambda: self._ask(opened.proposer, asked))
         return proposals
 
     def read(self, opened: OpenDraft, seqs: Sequence[RunningSequence], most: int) -> None:

@@ -179,10 +179,13 @@ class Scheduler:
         A draft that chooses whether to read a text so knows what is left to read.
         """
         opened = self._drafts.of(seq)
-        if opened is not None and seq.cached_prompt_tokens and not opened.draft.hidden_layers:
-            saved, length = self.prefix_cache.find(self.prefix_cache.key_of(opened.draft, seq.context), seq.tokens[:-1])
-            if saved is not None:
-                self._continued[seq] = _forked(opened, seq, saved, length)
+        if opened is not None and seq.cached_prompt_tokens and not (opened.draft.hidden_layers or seq.num_embeds_only):
+            self._continued[seq] = self._resumed(opened, seq, seq.tokens[:-1])
+
+    def _resumed(self, opened: OpenDraft, seq: RunningSequence, ids: Sequence[int]) -> int:
+        """How many of `ids` a draft has copied of what it read of texts that have left."""
+        saved, length = self.prefix_cache.find(self.prefix_cache.key_of(opened.draft, seq.context), ids)
+        return 0 if saved is None else _forked(opened, seq, saved, length)
 
     def catch_up(self, opened: OpenDraft, seqs: Sequence[RunningSequence]) -> set[int]:
         """Reads a chunk of the texts that a draft lacks; returns the ids of sequences for which it can guess.
@@ -296,9 +299,7 @@ class Scheduler:
             return 0
         if isinstance(source, RunningSequence) and (joined := _forked(opened, seq, source.id, length)):
             return joined
-        key = self.prefix_cache.key_of(opened.draft, seq.context)
-        saved, length = self.prefix_cache.find(key, seq.text_ids[:length])
-        return 0 if saved is None else _forked(opened, seq, saved, length)
+        return self._resumed(opened, seq, seq.text_ids[:length])
 
     def _retain(self, seq: RunningSequence) -> None:
         """Saves the text of a sequence that leaves, if later calls may continue it and there is room.

@@ -101,14 +101,14 @@ class Seconds(NamedTuple):
             # Other requests may draft in every round: without their nodes, it would have been a plain one.
             saved = pass_seconds - changes["passes"].at(round.nodes - drafted)
             changes["plain"] = self.plain.add(count, round.seconds - round.draft_seconds - saved)
-        if len(self.drafts) > 1:
-            sources = _sources(round)
-            idle = {name: line if name in sources else line.idle() for name, line in self.drafts.items()}
-            changes["drafts"] = idle
+        sources, drafts = _sources(round), self.drafts
+        if len(drafts) > 1:
+            drafts = {name: line if name in sources else line.idle() for name, line in drafts.items()}
+        changes["drafts"] = drafts
         if was_tried(round):
-            changes["drafts"] = self._replace(**changes)._drafts_with(round)
+            changes["drafts"] = self._replace(drafts=drafts)._drafts_with(round)
             # Sequences of other requests count where the same source proposed for them.
-            changes["drafting_seqs"] = sum(seq.depth > 0 and seq.source in _sources(round) for seq in round.others)
+            changes["drafting_seqs"] = sum(seq.depth > 0 and seq.source in sources for seq in round.others)
         if own_levels := sum(seq.depth for seq in round.seqs):
             own_nodes = sum(seq.drafted for seq in round.seqs)
             changes["level_nodes"] = _fading(self.level_nodes, own_nodes / own_levels)
