@@ -62,11 +62,18 @@ def _write(folder: Path, files: Mapping[str, bytes]) -> None:
 
 
 def saved_gguf(
-    path: Path, types: Sequence[str] = ("Q4_0", "Q4_1", "Q8_0"), *, tokens: bool = False, split: int = 0, **options: Any
+    path: Path,
+    types: Sequence[str] = ("Q4_0", "Q4_1", "Q8_0"),
+    *,
+    tokens: bool = False,
+    template: str = "",
+    split: int = 0,
+    **options: Any,
 ) -> str:
     """A tiny Llama in a GGUF file as llama.cpp would write it, its matrices in these types, one after the other.
 
-    `tokens` puts a byte-level tokenizer with one merge into it; a matrix whose rows are no multiple of 32 is in F32.
+    `tokens` puts a byte-level tokenizer with one merge into it, `template` a chat template; a matrix whose rows are no
+    multiple of 32 is in F32.
     With `split` it is in parts of so many tensors.
     """
     from gguf import MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFWriter, get_tensor_name_map, quants
@@ -81,6 +88,8 @@ def saved_gguf(
     writer.add_token_list(vocabulary if tokens else [f"<{i}>" for i in range(model.config.vocab_size)])
     if tokens:
         writer.add_token_merges(["a b"])
+    if template:
+        writer.add_chat_template(template)
     writer.add_pad_token_id(0)
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)

@@ -25,7 +25,7 @@ from specdec.decoding import strategies
 from specdec.options.fields import SAMPLING
 from specdec.options.load import QUANTIZATIONS
 from specdec.proposers import DRAFTS
-from tests.docs.hub import fill
+from tests.docs.hub import fill, write_files
 from tests.docs.pages import PAGES, ROOT, blocks, commands, run_python, run_shell, same
 from tests.server.process import started
 from tests.speech import RATE, speech
@@ -105,6 +105,7 @@ def test_every_command_exists(page: Path) -> None:
 def test_a_page_runs(page: Path, reader: Path, cache: Path) -> None:
     """As a reader would type it, each page by itself."""
     fill(cache, page.read_text(encoding="utf-8"))
+    write_files(reader, page.read_text(encoding="utf-8"))
     names: dict[str, Any] = {"__name__": "page"}
     printed: str | None = None
     for block in blocks(page):
