@@ -174,15 +174,16 @@ class HybridProposer(Proposer):
         odds, gap, unread = self._odds, self._odds.gap or 1.0, self._inner.unread(seq)
         seconds = odds.passes.at(1) if odds.passes.weight else 0.2 * gap
         chances = accumulate([odds.acceptance.mean] * limit, mul)
-        gain = max(accumulate(chance - seconds / gap for chance in chances))
-        if tree.tokens and (unread > _FEW or gain <= sum(accumulate(tree.confidence or [], mul))):
+        gain = max(accumulate(chance - seconds / gap - budget.node_cost for chance in chances))
+        copies = sum(chance - budget.node_cost for chance in accumulate(tree.confidence or [], mul))
+        if tree.tokens and (unread > _FEW or gain <= copies):
             return False
-        return unread <= _FEW or self._gains_by_reading(seq, unread, gap, seconds)
+        return unread <= _FEW or self._gains_by_reading(seq, unread, gap, seconds + budget.node_cost * gap)
 
     def _gains_by_reading(self, seq: SequenceView, unread: int, gap: float, seconds: float) -> bool:
         """Whether the model saves more in the rest of the text than it takes to read the `unread` part of it.
 
-        The first tokens show whether copies will do. The model waits for them if reading in vain is likely to cost more
+        `seconds`: what a guess of the model costs it and the target. The first tokens show whether copies will do. The model waits for them if reading in vain is likely to cost more
         than what it would save meanwhile.
         """
         odds = self._odds
