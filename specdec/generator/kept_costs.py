@@ -111,7 +111,7 @@ def read_costs(path: Path | None, odds: Odds | None) -> Cost | None:
 
 def _read(path: Path, kind: type) -> Any:
     """The value in a file; None if it is not sound."""
-    with suppress(OSError, ValueError):
+    with suppress(OSError, ValueError, TypeError):
         text = path.read_text("utf-8")
         learned = _JSON[kind].validate_json(text) if _is_sound(json.loads(text)) else None
         return learned if learned is not None and len(learned.acceptance.bins) == BINS else None

@@ -7,15 +7,19 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import mul
 from time import perf_counter
+from typing import TYPE_CHECKING
 
 from specdec.core.budget import Budget
-from specdec.core.draft_schedules.estimates import Acceptance, LinearFit
+from specdec.core.draft_schedules.estimates import Acceptance, LinearFit, trusting
 from specdec.core.drafts import Commit, Draft, Proposer, SavedState, SequenceView, path_limit
 from specdec.core.tree import EMPTY, Tree
 from specdec.errors import OptionError
 from specdec.proposers.chains import cut, worthwhile
 from specdec.proposers.copying import TextDraft, TextProposer
 from specdec.proposers.views import WrappedDraft
+
+if TYPE_CHECKING:
+    from specdec.models import Session
 
 _MEMORY = 0.9
 _RECENT = 0.85  # weight of a round without the model for each token that follows
@@ -86,10 +90,11 @@ class HybridProposer(Proposer):
         self._learn(seqs)
         pairs = list(zip(seqs, budgets, strict=True))
         self._copies = {
-            seq.id: cut(*self._text.guess(seq, budget.limit), seq, budget, self._source) for seq, budget in pairs
+            seq.id: cut(*self._text.guess(seq, budget.limit), seq, trusting(budget), self._source)
+            for seq, budget in pairs
         }
         self._chosen = {seq.id for seq, budget in pairs if self._prefers_model(seq, budget, self._copies[seq.id])}
-        chosen = [(seq, budget) for seq, budget in pairs if seq.id in self._chosen]
+        chosen = [(seq, self._odds.acceptance.within(budget)) for seq, budget in pairs if seq.id in self._chosen]
         return self._inner.begin_round([seq for seq, _ in chosen], [budget for _, budget in chosen]) if chosen else ()
 
     def propose(self, seqs: Sequence[SequenceView], budgets: Sequence[Budget]) -> list[Tree]:
@@ -134,7 +139,8 @@ class HybridProposer(Proposer):
             odds.new = _LONG ** len(new) * odds.new + len(new)
             if guess:
                 right, missed = guess.follow(new)
-                tested = [(1.0, True)] * right + [(1.0, False)] * missed
+                sure = guess.confidence if guess.is_chain and guess.confidence else [1.0] * (right + missed)
+                tested = [(sure[level], level < right) for level in range(right + missed)]
                 odds.acceptance = odds.acceptance.after(tested, len(tested))
             elif guess is None and gap:
                 odds.seconds = _RECENT ** len(new) * odds.seconds + gap
@@ -155,6 +161,9 @@ class HybridProposer(Proposer):
             self._last.pop(seq_id, None)
         self._text.drop(seq_ids)
         self._inner.drop(seq_ids)
+
+    def share(self, target: Session) -> None:
+        self._inner.share(target)
 
     def bound(self, rows: int, columns: int) -> None:
         self._inner.bound(rows, columns)
@@ -183,8 +192,8 @@ class HybridProposer(Proposer):
     def _gains_by_reading(self, seq: SequenceView, unread: int, gap: float, seconds: float) -> bool:
         """Whether the model saves more in the rest of the text than it takes to read the `unread` part of it.
 
-        `seconds`: what a guess of the model costs it and the target. The first tokens show whether copies will do. The model waits for them if reading in vain is likely to cost more
-        than what it would save meanwhile.
+        `seconds`: what a guess costs model and target. The first tokens show whether copies will do. The model waits
+        for them if reading in vain is likely to cost more than what it would save meanwhile.
         """
         odds = self._odds
         more = accumulate(accumulate([odds.acceptance.mean] * _FEW, mul))
@@ -202,7 +211,8 @@ class HybridProposer(Proposer):
         if room <= 0 or not sure or not tree.is_chain or seq.tree.tokens:
             return tree
         tokens, confidence = self._text.after(seq, tree.tokens, room)
-        count = len(worthwhile(confidence, budget, sure))
+        guessing = self._odds.acceptance.within(budget)
+        count = len(worthwhile(confidence, trusting(budget), [guessing.chance(one) for one in sure]))
         if not count:
             return tree
         return tree.extended(tokens[:count], confidence[:count], f"{tree.source}+{self._source}")
@@ -211,7 +221,7 @@ class HybridProposer(Proposer):
         """The model's trees by sequence id."""
         if not chosen:
             return {}
-        seqs, budgets = [seq for seq, _ in chosen], [budget for _, budget in chosen]
+        seqs, budgets = [seq for seq, _ in chosen], [self._odds.acceptance.within(budget) for _, budget in chosen]
         read = sum(max(self._inner.unread(seq) - 1, 0) for seq in seqs)
         began = perf_counter()
         trees = self._inner.propose(seqs, budgets)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -79,6 +79,12 @@ class Acceptance:
         """A budget whose chances are these."""
         bases, rates = self.chances
         return Budget(limit, branches, _EDGES, bases, rates, self.mean, self.later, node_cost, pass_cost, self.untested)
+
+    def within(self, budget: Budget) -> Budget:
+        """A budget with the costs of `budget` and these chances; one of a fixed length is unchanged."""
+        if budget.edges is not _EDGES:
+            return budget
+        return self.budget(budget.limit, budget.pass_cost, budget.node_cost, budget.branches)
 
     def after(self, tested: Sequence[tuple[float, bool]], levels: float) -> Acceptance:
         """With these (confidence, accepted) guesses of a proposal on `levels` levels; the memory is about 200 long."""
@@ -159,6 +165,11 @@ class LinearFit(NamedTuple):
         """Seconds of a pass over this many nodes."""
         seconds = self.seconds / self.weight + self.slope * (nodes - self.nodes / self.weight)
         return max(seconds, 0.0)  # differences may round below it
+
+
+def trusting(budget: Budget) -> Budget:
+    """A learned budget for guesses whose confidence is their chance; one of a fixed length is unchanged."""
+    return replace(budget, bases=(0.0,) * BINS, rates=(1.0,) * BINS) if budget.edges is _EDGES else budget
 
 
 def _bin(confidence: float) -> int:
