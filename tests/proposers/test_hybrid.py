@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from specdec.core.budget import Budget
-from specdec.core.draft_schedules.estimates import LinearFit
+from specdec.core.draft_schedules.estimates import Acceptance, LinearFit
 from specdec.core.drafts import SequenceView
 from specdec.core.tree import Tree
 from specdec.errors import OptionError
@@ -202,3 +202,21 @@ def test_doubtful_copies_lose_only_to_a_model_that_has_read(clock: Clock, text: 
     session._odds.gap, session._odds.passes = 1.0, LinearFit().add(1, 0.1 if len(text) > 32 else 0.3)
     [tree] = session.propose([FakeSequence(text)], [FakeBudget(5)])
     assert tree.source.startswith(source)
+
+
+def test_a_model_is_not_judged_by_copies_that_missed(clock: Clock) -> None:
+    """Both had one measure of acceptance: on prose a model that was always right guessed one token at a time."""
+
+    class Counting(SlowModel):
+        def logits(self, prefix: Sequence[int], encoding: int = 0) -> Tensor:
+            return 20 * one_hot(torch.tensor((prefix[-1] + 1) % self.vocab_size), self.vocab_size).float()
+
+    missed = right = Acceptance()
+    for _ in range(30):
+        missed, right = missed.after([(0.99, False)], 1), right.after([(0.99, True)] * 4, 4)
+    draft = HybridDraft(SuffixDraft(), ModelDraft(Counting(clock)))
+    draft.odds.acceptance = right
+    [tree] = draft.start(50).propose([FakeSequence([*range(20)])], [missed.budget(6, 0.3, 0.05)])
+    assert tree.tokens == [*range(20, 26)]
+    alone = ModelDraft(Counting(clock)).start(50)
+    assert len(alone.propose([FakeSequence([*range(20)])], [missed.budget(6, 0.3, 0.05)])[0]) < 2
