@@ -26,9 +26,8 @@ from specdec.generator.generator import SpecGenerator
 from specdec.models import LanguageModel, free_bytes
 from specdec.options.drafts import ALONE, read_draft
 from specdec.options.fields import COPYING
-from specdec.options.load import is_gguf
+from specdec.options.load import AUTO, NONE, is_gguf
 
-NONE = "none"
 _TOKENS = 96  # of an answer, at most
 _FEW = 8  # tokens that say how fast an answer is
 _LARGE = 2**27  # bytes of weights: rounding smaller models gains little and hurts them more
@@ -279,7 +278,11 @@ class Tuner:
                 self._say(f"loading the draft {draft}")
             try:
                 cell = None if draft == NONE else Cell(draft, Drafting(schedule="auto"))
-                generators[draft] = systems.generator("", cell)
+                generator = systems.generator("", cell)
+                if draft == AUTO and repr(generator.draft) in [repr(other.draft) for other in generators.values()]:
+                    generator.close()  # it is a draft that is measured anyway
+                else:
+                    generators[draft] = generator
             except Exception as error:
                 errors.append(in_words(error))
         yield from (Skipped(mode, why, failed=True) for why in dict.fromkeys(errors))

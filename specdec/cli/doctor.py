@@ -24,6 +24,7 @@ from specdec.cli.request import CommandRequest, read_request
 from specdec.cli.show import PROMPT, write, write_json
 from specdec.cli.terminal import FAILED, OK, Bar, loading
 from specdec.options.drafts import read_draft
+from specdec.options.load import NONE
 
 if TYPE_CHECKING:
     from specdec.bench.tuner import Trial
@@ -188,7 +189,7 @@ def tune(request: CommandRequest, prompts: str | None, deadline: float) -> Itera
     """Tries the target with its drafts, then in fewer bits, until the deadline; the best command, and why."""
     from specdec.bench.machine import waiting_threads
     from specdec.bench.parts import Mode
-    from specdec.bench.tuner import NONE, Skipped, Trial, Tuner, drafts_to_try
+    from specdec.bench.tuner import Skipped, Trial, Tuner, drafts_to_try
 
     bar, trials, chats, failed = Bar(stages=True), list[Trial](), False, False
     drafts = drafts_to_try(request.draft or "none")

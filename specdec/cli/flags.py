@@ -28,7 +28,7 @@ def one_of(words: Iterable[str]) -> Callable[[str], list[str]]:
 
 
 _PAIRS = [f"zoo:{name}" for name in bundled_models.NAMES]
-_DRAFTS = [*WORDS, *_PAIRS, *(f"{word}+{pair}" for word in COPYING for pair in _PAIRS), "none"]
+_DRAFTS = [*WORDS, *_PAIRS, *(f"{word}+{pair}" for word in COPYING for pair in _PAIRS), AUTO, NONE]
 
 
 def flag(help: str, *names: str, words: Iterable[str] = (), **how: Any) -> Any:
@@ -72,7 +72,7 @@ def _shared(
     *,
     # what drafts, and how much
     draft: str | None = flag(
-        f"What drafts: {SPELLINGS}. By default the draft of a zoo: target, else {COPYING[0]} (of speech, none).",
+        f"What drafts: {SPELLINGS}. By default the draft of a zoo: target, else {AUTO}.",
         words=_DRAFTS,
     ),
     draft_dtype: str | None = flag("--dtype of the draft; by default the target's.", words=DTYPES),

@@ -18,8 +18,8 @@ from specdec.options.bundled_models import locate
 from specdec.options.drafts import read_draft
 from specdec.options.fields import COPYING, DRAWING
 from specdec.options.generate import FORMS
+from specdec.options.load import AUTO, Loading
 from specdec.options.load import NAMES as LOADING
-from specdec.options.load import Loading
 from specdec.options.resolve import read_yaml, resolve
 
 if TYPE_CHECKING:
@@ -211,7 +211,7 @@ def choose_draft(
         if params.get("draft") is not None:
             raise OptionError(f"`{names[0]}` names a draft, and so does --draft: pass one of them")
         return None
-    default = target if target.startswith("zoo:") else COPYING[0]
+    default = target if target.startswith("zoo:") else AUTO
     flag: str | None = params.get("draft")
     draft: str = file.get("draft", default) if flag is None else flag
     read_draft(draft, "draft" if flag is None else "--draft")
@@ -264,7 +264,9 @@ def read_prediction(file: str | None, request: CommandRequest) -> tuple[str | No
     if file is None:
         return None, request
     spelling = read_draft(request.draft or "none")
-    if spelling.model is not None and spelling.word is None:
+    if request.draft == AUTO:
+        request = replace(request, draft=COPYING[0])
+    elif spelling.model is not None and spelling.word is None:
         request = replace(request, draft=f"{COPYING[0]}+{request.draft}")
     elif not spelling.copies:
         raise OptionError(

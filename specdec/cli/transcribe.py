@@ -33,6 +33,7 @@ from specdec.errors import OptionError, SpecdecError
 from specdec.options import bundled_models
 from specdec.options.bundled_models import locate
 from specdec.options.drafts import read_draft
+from specdec.options.load import AUTO
 
 if TYPE_CHECKING:
     from specdec.pipelines import Transcriber, Transcription
@@ -250,7 +251,7 @@ def read_speech(params: Mapping[str, Any]) -> CommandRequest:
     model, how = params["model"], loading_flags(params)
     draft = params["draft"]
     if draft is None:
-        draft = model if model.startswith("zoo:") else "none"
+        draft = model if model.startswith("zoo:") else AUTO
     for flag, name in (("--model", model), ("--draft", draft)):
         if SHORT.fullmatch(name) and not Path(name).is_dir():
             raise OptionError(f"{flag} {name}: there is no such folder; for the hub's model pass openai/whisper-{name}")

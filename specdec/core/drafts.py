@@ -274,6 +274,9 @@ class Proposer(ABC):
     def drop(self, seq_ids: Sequence[int]) -> None:
         """Forgets sequences; unknown ids are ignored."""
 
+    def share(self, target: Any) -> None:
+        """Gets the target's session before the first round, for a draft that guesses over the target's keys."""
+
     def bound(self, rows: int, columns: int) -> None:
         """Bounds its cache, if it has one, to this many sequences and positions, for now."""
 
@@ -287,6 +290,8 @@ class Draft(ABC):
     states it gets after every round (`Commit.hidden`), in this order; state i is the input of decoder layer i (0: the
     embeddings), the last one the input of the output head.
 
+    `is_cached`: its models have caches of their own, for which memory is set aside; False: they run over the target's.
+
     `instant`: it runs no model, and takes next to no time. Such a draft also guesses in the pass that ends a prompt,
     before it has hidden states of it. It is asked even where it may propose nothing, and for each request alone, so
     that its errors end that request only.
@@ -298,6 +303,7 @@ class Draft(ABC):
     reads_predictions = False
     needs_encoder_inputs = False
     instant = False
+    is_cached = True
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"

@@ -79,7 +79,7 @@ class OpenDrafts:
         """The sequence's open draft, if it has one."""
         return self.open.get(id(self.requests[seq.id].draft))
 
-    def start(self, draft: Draft) -> None:
+    def start(self, draft: Draft, target: Session) -> None:
         """Starts a draft's proposer, which all its sequences share."""
         if draft.hidden_layers:
             self._model.check_hidden_states(draft.hidden_layers)
@@ -87,6 +87,7 @@ class OpenDrafts:
         if not isinstance(proposer, Proposer):
             kind = type(proposer).__name__
             raise DraftError(f"{draft!r}.start must return a `specdec.core.drafts.Proposer`, got {kind}: subclass it")
+        proposer.share(target)
         self.open[id(draft)] = OpenDraft(draft, proposer, SharedTexts(self.keys))
 
     def propose(self, seqs: Sequence[RunningSequence], catch_up: CatchUp, *, reading: bool) -> dict[int, Tree]:

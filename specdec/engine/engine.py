@@ -206,7 +206,7 @@ class Engine:
             self._requests[seq.id] = request
         with self._guard(request.seqs):
             if request.draft is not None and id(request.draft) not in self.drafts.open:
-                self.drafts.start(request.draft)
+                self.drafts.start(request.draft, self.session)
             if request.encode is not None:
                 request.encoding = request.encode()
             if self.memory is not None:

@@ -61,7 +61,7 @@ class MemoryBudget:
         """
         rows, columns = self.bounds(requests)
         ample = max(rows, self._ample[0]), max(columns, self._ample[1])
-        models = {id(m): m for r in requests if r.draft is not None for m in r.draft.models}
+        models = {id(model): model for request in requests for model in _cached(request)}
         width = self._model.kv_bytes + sum(model.kv_bytes for model in models.values())
         fits = 2 * ample[0] * ample[1] * width <= self.limit
         self._ample = ample if fits else (rows, columns)
@@ -74,7 +74,12 @@ class MemoryBudget:
         frames = sum(len(request.seqs) * request.frames for request in requests)  # that cross-attention reads
         total = (rows * columns + frames) * self._model.kv_bytes
         for request in requests:
-            for model in () if request.draft is None else request.draft.models:
+            for model in _cached(request):
                 positions = columns + (request.frames if model.is_encoder_decoder else 0)
                 total += len(request.seqs) * positions * model.kv_bytes
         return total
+
+
+def _cached(request: Request) -> Sequence[LanguageModel]:
+    """The models of a request's draft that have caches of their own."""
+    return () if request.draft is None or not request.draft.is_cached else request.draft.models

@@ -21,7 +21,7 @@ from specdec.errors import DraftError, OptionError, VocabularyError
 from specdec.generator.build_request import ScheduledDraft
 from specdec.generator.inputs.prompts import FEATURES
 from specdec.generator.tokenizers import check_split_rule, check_tokenizer, tokenizer_beside
-from specdec.models import LanguageModel, load_model, place_tokens, sees_alike, unwrapped
+from specdec.models import LanguageModel, load_model, may_draft, place_tokens, sees_alike, unwrapped
 from specdec.models.hf.derived import on_encoder_of
 from specdec.models.hf.load_errors import check_folder
 from specdec.models.loading.lighten import lightened
@@ -36,6 +36,7 @@ from specdec.proposers import (
     ModelDraft,
     MtpDraft,
     NgramDraft,
+    QuantizedDraft,
     SuffixDraft,
     TextAloneDraft,
     TextBridge,
@@ -104,6 +105,8 @@ class Drafts:
         match draft:
             case None | "none":
                 return None
+            case "auto":
+                return self._automatic()
             case str():
                 return self._registered(draft, name)
             case HeadAt():
@@ -158,6 +161,15 @@ class Drafts:
             case _:
                 return self.make(arguments[name], tokenizer, arguments.get("assistant_tokenizer"), name=name)
 
+    def _automatic(self) -> Draft | None:
+        """The target in 4 bits where that drafts well for it, and copies beside texts; of speech, nothing else."""
+        target = self._target
+        hears = target.config.model_type == "whisper" and target.is_encoder_decoder
+        writes = hears or not target.is_encoder_decoder  # what is read by an encoder is mostly copied
+        if writes and self._how.backend != "eager" and target.is_owned and may_draft(target.model):
+            return self._with_copies(QuantizedDraft(target))
+        return None if hears else self._remembering(SuffixDraft())
+
     def _registered(self, draft: str, name: str) -> Draft:
         """The draft of a word; raises DraftError for a wrong entry of `DRAFTS`."""
         spelling = read_draft(draft, name, DRAFTS)
@@ -171,6 +183,8 @@ class Drafts:
             refuse_argument(argument, name)
             return FunctionDraft(kind)
         result = kind.of(self._target, argument, name)
+        if isinstance(result, QuantizedDraft):
+            return self._with_copies(result)
         if not isinstance(result, Draft):
             got = type(result).__name__
             raise DraftError(f"`of` of the draft {word!r} must return a `specdec.core.drafts.Draft`, got {got}")

@@ -9,6 +9,7 @@ from specdec.models.encoding import EncoderOutput, Encoding
 from specdec.models.hf.model_state import plain_modes
 from specdec.models.language_model import LanguageModel
 from specdec.models.loading.kept_weights import packed_weights, packed_weights_unwritten
+from specdec.models.loading.lighten import may_draft, quantized
 from specdec.models.loading.load import check_source, load_model, unwrapped
 from specdec.models.pictures import NAMES as PICTURES
 from specdec.models.pictures import needs_eyes, place_tokens, read_pictures, sees_alike
@@ -23,12 +24,14 @@ __all__ = [
     "check_source",
     "free_bytes",
     "load_model",
+    "may_draft",
     "needs_eyes",
     "packed_weights",
     "packed_weights_unwritten",
     "place_tokens",
     "plain_modes",
     "prefix_bytes",
+    "quantized",
     "read_pictures",
     "sees_alike",
     "unwrapped",

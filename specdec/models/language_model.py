@@ -254,10 +254,10 @@ class LanguageModel:
         is_rounded = self._exactness == "exact" and float32_is_rounded(self.device)
         return "rounding" if is_rounded else self._exactness
 
-    def session(self) -> Session:
-        """A new session, without rows."""
+    def session(self, over: Session | None = None) -> Session:
+        """A new session, without rows; or one that runs the rows of `over`, a session of a model with equal caches."""
         if self.capability.cache_kind == "kv":
-            return KvSession(self)
+            return KvSession(self, over)  # type: ignore[arg-type]
         return ReplaySession(self)
 
     def early_exit(self, layers: int) -> LanguageModel:

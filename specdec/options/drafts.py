@@ -1,8 +1,9 @@
 """The spelling of a draft: one text in Python, on the command line, in files and in benchmarks.
 
 `WORD` or `WORD:ARGUMENT` (suffix, ngram, early_exit:N, mtp), a model's `ID` (hub id, path or zoo:NAME), `WORD+ID` for a
-hybrid of a word that copies and a model, `model:ID` for a model that copies nothing beside its guesses, or `none`. A
-path whose name looks like a word or holds a "+" can be written as ./NAME; an existing path with a "+" is a path anyway.
+hybrid of a word that copies and a model, `model:ID` for a model that copies nothing beside its guesses, `auto` for what
+drafts well for the target without another model, or `none`. A path whose name looks like a word or holds a "+" can be
+written as ./NAME; an existing path with a "+" is a path anyway.
 """
 
 from __future__ import annotations
@@ -14,16 +15,17 @@ from os.path import exists
 from specdec.errors import OptionError, closest_name
 from specdec.options.bundled_models import locate
 from specdec.options.fields import COPYING, DRAFT_WORDS
+from specdec.options.load import AUTO, NONE
 
 WORDS = tuple(f"{name}:{word.argument}" if word.argument else name for name, word in DRAFT_WORDS.items())
 ALONE = "model"
 """The word before a draft model that does not copy besides."""
-SPELLINGS = f"{', '.join(WORDS)}, a model (hub id, path or zoo:NAME), {COPYING[0]}+MODEL, {ALONE}:MODEL or none"
+SPELLINGS = f"{', '.join(WORDS)}, a model (hub id, path or zoo:NAME), {COPYING[0]}+MODEL, {ALONE}:MODEL, {AUTO} or none"
 
 
 @dataclass(frozen=True)
 class DraftName:
-    """The parts of a spelling: a `word` with its `argument`, a `model`, a word and a model, or nothing."""
+    """The parts of a spelling: a `word` with its `argument`, a `model`, a word and a model, or nothing (auto, none)."""
 
     word: str | None = None
     argument: str | None = None
@@ -41,7 +43,7 @@ def read_draft(draft: str, name: str = "draft", words: Collection[str] = DRAFT_W
     Raises OptionError for a word that is misspelt or has a wrong argument, for a hybrid unless a word that copies and a
     model make it, and for an unknown zoo:NAME.
     """
-    if draft == "none":
+    if draft in (AUTO, NONE):
         return DraftName()
     first, plus, model = draft.partition("+")
     word, colon, argument = draft.partition(":") if ":" in first else (first, "", "")

@@ -151,6 +151,7 @@ DRAFT_WORDS: dict[str, DraftWord] = {
     "suffix": DraftWord("suffix", "SuffixDraft", copies=True),
     "ngram": DraftWord("ngram", "NgramDraft", copies=True),
     "early_exit": DraftWord("model", "EarlyExitDraft", argument="N"),
+    "quantized": DraftWord("quantized", "QuantizedDraft"),
     "mtp": DraftWord("heads.mtp", "MtpDraft"),
 }
 # The words of drafts that copy, which may be paired with a model.

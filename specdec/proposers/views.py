@@ -54,6 +54,7 @@ class WrappedDraft(Draft):
     def __init__(self, inner: Draft) -> None:
         self.inner, self.models, self.hidden_layers = inner, inner.models, inner.hidden_layers
         self.guesses_trees, self.needs_encoder_inputs = inner.guesses_trees, inner.needs_encoder_inputs
+        self.is_cached = inner.is_cached
 
 
 class TextAloneDraft(WrappedDraft):

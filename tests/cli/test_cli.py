@@ -215,8 +215,8 @@ FLAG_ERRORS = {
     "--num-draft-tokens 0": "error: --num-draft-tokens must be",
     "--set num_assistant_tokens=0": "error: `num_assistant_tokens` must be",
     "--method ngram": "No such option: --method",
-    "--draft sufix": "`--draft` must be suffix, ngram, early_exit:N, mtp, a model (hub id, path or zoo:NAME), "
-    "suffix+MODEL, model:MODEL or none, got 'sufix': did you mean 'suffix'?",
+    "--draft sufix": "`--draft` must be suffix, ngram, early_exit:N, quantized, mtp, a model (hub id, path or "
+    "zoo:NAME), suffix+MODEL, model:MODEL, auto or none, got 'sufix': did you mean 'suffix'?",
     "--schedule fast": "--schedule must be one of",
     "--top-p 1.5": "--top-p must be",
     "--greedy --top-k 5": "--top-k is for sampling",
@@ -330,7 +330,7 @@ def test_flags_win_over_the_file(flags: dict[str, Any], file: str, expected: dic
 
 
 SPELLED = [
-    ({}, "", "suffix"), ({"draft": "d"}, "", "d"), ({}, "draft: d", "d"), ({"draft": "none"}, "draft: d", "none"),
+    ({}, "", "auto"), ({"draft": "d"}, "", "d"), ({}, "draft: d", "d"), ({"draft": "none"}, "draft: d", "none"),
     ({}, "draft: none", "none"), ({"draft": "d"}, "draft: ngram", "d"), ({}, "draft: ngram+d", "ngram+d"),
     ({"draft": "early_exit:2"}, "", "early_exit:2"), ({"set_": ["prompt_lookup_num_tokens=3"]}, "draft: d", None),
     ({"target": "zoo:python-code"}, "", "zoo:python-code"),
@@ -341,7 +341,7 @@ SPELLED = [
 
 @pytest.mark.parametrize(("flags", "file", "expected"), SPELLED)
 def test_which_draft(flags: dict[str, Any], file: str, expected: str | None, tmp_path: Path) -> None:
-    """The flag, else the file's; else a target of the zoo brings its own draft, and any other copies."""
+    """The flag, else the file's; else a target of the zoo brings its own draft, and any other what is best."""
     path = tmp_path / "c.yaml"
     path.write_text(file or "{}")
     assert read_request(params(config=path, **flags)).draft == expected

@@ -46,7 +46,7 @@ class Reader:
         model = LanguageModel(tiny("llama", vocab=vocab_size))
         self.drafts = drafts = OpenDrafts(model, {}, lambda seqs: nullcontext())  # type: ignore[arg-type,return-value]
         self.scheduler = Scheduler(model, PrefixCache(0), drafts)
-        drafts.start(draft)
+        drafts.start(draft, self.scheduler.session)
         [self.opened] = drafts.open.values()
         drafts.of = lambda seq: self.opened  # type: ignore[method-assign]
         self.proposer = self.opened.proposer

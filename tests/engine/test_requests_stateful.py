@@ -19,7 +19,7 @@ from specdec.engine.engine import Engine
 from specdec.engine.request import Request
 from specdec.generator.build_request import Call
 from specdec.generator.job import Job
-from specdec.proposers import EarlyExitDraft, FunctionDraft, HybridDraft, ModelDraft, SuffixDraft
+from specdec.proposers import EarlyExitDraft, FunctionDraft, HybridDraft, ModelDraft, QuantizedDraft, SuffixDraft
 from tests.matrix import STRATEGIES
 from tests.models.exact import num_pending
 from tests.oracle import oracle, rows_in_drafts
@@ -51,7 +51,20 @@ CALLS: dict[str, dict[str, Any]] = {
     "stopped": {"stopping_criteria": [ends_with_a_multiple]},
     "limited": {"prefix_allowed_tokens_fn": odd_after_even},
 }
-DRAFTS = ("none", "model", "noisy", "trees", "cost", "suffix", "early_exit", "hybrid", "random", "wrong", "numbers")
+DRAFTS = (
+    "none",
+    "model",
+    "noisy",
+    "trees",
+    "cost",
+    "suffix",
+    "early_exit",
+    "quantized",
+    "hybrid",
+    "random",
+    "wrong",
+    "numbers",
+)
 ONE_TEXT = ("greedy", "coupled", "scored", "penalised", "limited")
 
 
@@ -117,6 +130,8 @@ def draft(name: str, kind: str) -> Draft | None:
             return SuffixDraft()
         case "early_exit":
             return EarlyExitDraft(target, 1)
+        case "quantized":
+            return QuantizedDraft(target) if target.capability.cache_kind == "kv" else None
         case "hybrid":
             return HybridDraft(SuffixDraft(), ModelDraft(near))
         case "numbers":

@@ -114,8 +114,8 @@ def test_samples_and_layers_of_our_own(family: str) -> None:
 def test_a_draft_of_the_family_sees_the_picture(family: str) -> None:
     """A copy of the target guesses all; another model, layers of the target, a model of text alone change nothing."""
     model, inputs = model_of(family), batch(family, rows_of(family))
-    drafts = {"same": seeing(family), "other": seeing(family, seed=1), "exit": "early_exit:1", "text": tiny("llama")}
-    for name, draft in drafts.items():
+    drafts = {"same": seeing(family), "other": seeing(family, seed=1), "text": tiny("llama")}
+    for name, draft in {**drafts, "exit": "early_exit:1", "few bits": "quantized"}.items():
         out = SpecGenerator(model, draft).generate(**inputs, **endless(LENGTH))
         assert new(out.sequences) == new(expected(family)), name
         if name == "same":

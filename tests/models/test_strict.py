@@ -90,7 +90,7 @@ def test_any_draft_leaves_the_text_alone(name: str, kind: str) -> None:
     target, turn = strict(name, kind), itertools.cycle(itertools.product(HOWS, SCHEDULES, (1, 2)))
     rows = 3 if name != "whisper" else 2
     plain = [texts(SpecGenerator(target).generate(**inputs(name, rows), **COMMON, **how)) for how in HOWS]
-    for draft in drafts(name):
+    for draft in [*drafts(name), *(["quantized"] if kind in kernels.FLOATS else [])]:
         generator = SpecGenerator(target, draft)
         for _ in range(2):
             how, schedule, branches = next(turn)

@@ -125,7 +125,7 @@ def test_json(summarize: Any, expected: dict[str, str], folder: Path) -> None:
     assert first == [1]
     assert second[0] > second[-1] == 1
     assert found["stats"]["num_new_tokens"] == NEW * (sum(second) + 1)
-    assert found["settings"]["draft"] == "suffix"
+    assert [found["settings"][name] for name in ("draft", "draft_kind")] == ["auto", "suffix"]
 
 
 def test_pieces_and_truncation(summarize: Any) -> None:

@@ -26,8 +26,8 @@ from specdec.models.protocols import ModelSpec
 class KvSession(KvCache):
     """A `KvCache` and its passes: the new nodes of all rows share one, ragged if the model has ragged passes."""
 
-    def __init__(self, language: ModelSpec) -> None:
-        super().__init__(language)
+    def __init__(self, language: ModelSpec, over: KvCache | None = None) -> None:
+        super().__init__(language, over)
         self._language = language
         self._padded = PaddedPasses(language, self)
         self._like = torch.empty(0, dtype=language.dtype, device=language.device)

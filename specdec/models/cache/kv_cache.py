@@ -30,14 +30,22 @@ class CacheRow:
 class KvCache(Session):
     """The rows of a session over `KvBuffers`, which `KvSession` runs; `passes` counts its passes.
 
+    `over`: the session of a model with the same keys and values, whose rows it runs in place of rows of its own.
     Dead branches leave void columns behind, which are compacted now and then.
     """
 
     keeps_prefixes = True
+    buffers: KvBuffers
+    cross: CrossAttention | None
+    rows: list[CacheRow]  # by their index in the buffers
+    _by_number: dict[int, CacheRow]
 
-    def __init__(self, language: ModelSpec) -> None:
+    def __init__(self, language: ModelSpec, over: KvCache | None = None) -> None:
         self.passes = 0
         self.cache_reset_length = language.capability.cache_reset_length
+        if over is not None:
+            self.buffers, self.cross, self.rows, self._by_number = over.buffers, over.cross, over.rows, over._by_number
+            return
         self.buffers = KvBuffers(
             language.num_layers,
             language.kv_bytes,
@@ -45,9 +53,7 @@ class KvCache(Session):
             lambda: max((row.columns.top for row in self.rows), default=0),
         )
         self.cross = CrossAttention(language) if language.is_encoder_decoder else None
-        self.rows: list[CacheRow] = []  # by their index in the buffers
-        self._by_number: dict[int, CacheRow] = {}
-        self._numbers = 0
+        self.rows, self._by_number, self._numbers = [], {}, 0
 
     def add(self, encoding: Encoding | None = None) -> int:
         self.buffers.reserve(len(self.rows) + 1)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from specdec import kernels
+from specdec.errors import UnsupportedError
 from specdec.models.backends.packed_layers import (
     PackedEmbedding,
     changed,
@@ -43,27 +44,72 @@ def lightened(model: Any, *, owned: bool) -> Any:
     the model if `owned`, and else a copy. Returns it as it is where fewer bits bring nothing: without a CPU or kernels,
     in float16, for fewer than 64 million weights, and where memory has no room for the copy.
     """
-    if why_not_packed(model) is not None or not kernels.available():
-        return model
-    encoder = _encoder(model)
-    layers = {name: layer for name, layer in packable_layers(model).items() if layer not in encoder}
-    blocks = {name: layer for name, layer in _blocks(model).items() if layer not in encoder}
-    count = sum(layer.weight.numel() for layer in layers.values())
-    count += sum(layer.inputs * layer.outputs for layer in blocks.values())
-    if count < _LEAST:
+    if why_not_packed(model) is not None or not kernels.available() or (count := _count(model)) < _LEAST:
         return model
     if not owned and free_bytes(torch.device("cpu")) < 2 * count:
         _log.warning("the draft keeps its weights as they are: memory has no room for a copy of them in fewer bits")
         return model
-    model, bits = model if owned else shallow_copy(model), 4 if _are_faster("int4", "int8", 1) else 8
-    changed(model, lambda: pack_layers(model, list(layers), lambda _, layer: _rounded(layer, bits)))
+    return _in_few_bits(model if owned else shallow_copy(model), _LARGE)
+
+
+def quantized(model: Any) -> Any:
+    """A copy of a target's model like `lightened`'s, which drafts for it, of any size.
+
+    Raises UnsupportedError without kernels, for a model that cannot be packed or has rounded weights, and where memory
+    has no room.
+    """
+    kernels.check("draft='quantized'")
+    reason, size = why_not_packed(model) or ("has rounded weights" if _is_rounded(model) else None), _count(model)
+    if reason is None and free_bytes(torch.device("cpu")) < size:
+        reason = f"has {size:,} weights, and memory has no room for a copy of them in 4 bits"
+    if reason is not None:
+        raise UnsupportedError(f"{type(model).__name__} {reason}: draft='quantized' is not for it, name another draft")
+    return _in_few_bits(shallow_copy(model), _LARGE // 2)
+
+
+def may_draft(model: Any) -> bool:
+    """Whether a copy in 4 bits drafts well for this model: it is large beside what its passes cost otherwise.
+
+    It has floats on a CPU, and memory has room for twice the copy.
+    """
+    least = _LEAST_HEARING if _hears(model.config) else _LEAST
+    if why_not_packed(model) is not None or not kernels.available() or _is_rounded(model):
+        return False
+    return least <= _count(model) < free_bytes(torch.device("cpu")) / 2
+
+
+def _in_few_bits(model: Any, large: int) -> Any:
+    """The model with its decoder's linear layers in few bits; a head of at least `large` tokens computes in parts."""
+    bits, (layers, blocks) = 4 if _are_faster("int4", "int8", 1) else 8, _decoder_layers(model)
+    changed(model, lambda: pack_layers(model, layers, lambda _, layer: _rounded(layer, bits)))
     for name, layer in blocks.items():
         if layer.kind not in ("int4", f"int{bits}"):
             model.set_submodule(name, kernels.round_weight(layer.weight(), bits, layer.bias))
     head = model.get_output_embeddings()
-    if isinstance(head, kernels.PackedLinear) and head.rounds and head.outputs >= _LARGE:
+    if isinstance(head, kernels.PackedLinear) and head.rounds and head.outputs >= large:
         head.likely = head.outputs // 96 * 32
     return model
+
+
+def _decoder_layers(model: Any) -> tuple[dict[str, Any], dict[str, kernels.PackedLinear]]:
+    """The linear layers of a model's decoder by name: those that can be packed, and packed ones."""
+    encoder = _encoder(model)
+    layers = {name: layer for name, layer in packable_layers(model).items() if layer not in encoder}
+    return layers, {name: layer for name, layer in _blocks(model).items() if layer not in encoder}
+
+
+def _count(model: Any) -> int:
+    """How many weights the linear layers of a model's decoder have."""
+    layers, blocks = _decoder_layers(model)
+    return sum(layer.weight.numel() for layer in layers.values()) + sum(
+        layer.inputs * layer.outputs for layer in blocks.values()
+    )
+
+
+def _is_rounded(model: Any) -> bool:
+    """Whether some layer of a model's decoder that reads no frames has rounded weights."""
+    blocks = _decoder_layers(model)[1].items()
+    return any(layer.kind not in kernels.FLOATS for name, layer in blocks if not name.endswith(_OF_FRAMES))
 
 
 def stored_dtype(config: Any) -> torch.dtype | None:
@@ -122,9 +168,9 @@ def _encoder(model: Any) -> set[nn.Module]:
 
 def _blocks(model: Any) -> dict[str, kernels.PackedLinear]:
     """The linear layers of a model that are packed already, such as a GGUF file's, by name."""
-    tables = {layer.head for layer in model.modules() if isinstance(layer, PackedEmbedding)}
-    packed = {name: layer for name, layer in model.named_modules() if isinstance(layer, kernels.PackedLinear)}
-    return {name: layer for name, layer in packed.items() if layer not in tables}
+    tables = {f"{name}.head" for name, layer in model.named_modules() if isinstance(layer, PackedEmbedding)}
+    modules = model.named_modules(remove_duplicate=False)
+    return {name: layer for name, layer in modules if isinstance(layer, kernels.PackedLinear) and name not in tables}
 
 
 def _are_faster(kind: str, rival: str, rows: int) -> bool:

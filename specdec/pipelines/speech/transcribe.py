@@ -22,7 +22,7 @@ from specdec.generator.generator import SpecGenerator
 from specdec.models.hf.load_errors import check_folder, explained
 from specdec.options import bundled_models
 from specdec.options.fields import check_whole, is_number
-from specdec.options.load import Loading
+from specdec.options.load import AUTO, Loading
 from specdec.pipelines.checks import refuse_outputs
 from specdec.pipelines.speech.live import Live
 from specdec.pipelines.speech.recordings import Chunking, Recording, read_chunking
@@ -87,8 +87,8 @@ class Transcriber:
 
     `target`: a model, id or folder, or a `SpecGenerator`, which has its draft. `draft`: a smaller Whisper; a distilled
     decoder that shares the target's encoder (a whole model with equal encoder weights, or a `WhisperForCausalLM`); a
-    draft that copies; or None. `processor`: by default the one beside a target that is named. `options`: defaults of
-    the call, and options of `SpecGenerator`.
+    draft that copies; None; or "auto": the target in 4 bits, where that drafts well. `processor`: by default the one
+    beside a target that is named. `options`: defaults of the call, and options of `SpecGenerator`.
 
     Raises OptionError for parts that do not fit together, UnsupportedError for a target other than Whisper.
     """
@@ -96,7 +96,7 @@ class Transcriber:
     def __init__(
         self,
         target: Any,
-        draft: Any = None,
+        draft: Any = AUTO,
         *,
         processor: Any = None,
         tokenizer: Any = None,
@@ -112,8 +112,8 @@ class Transcriber:
             raise OptionError("a Transcriber needs `processor=`, or `tokenizer=` and `feature_extractor=`: pass them")
         self._defaults = _taken(options, (*_CALL, *NAMES))
         if isinstance(target, SpecGenerator):
-            if draft is not None or options:
-                name = "draft" if draft is not None else next(iter(options))
+            if draft not in (None, AUTO) or options:
+                name = next(iter(options)) if draft in (None, AUTO) else "draft"
                 raise OptionError(f"`{name}` belongs to the SpecGenerator: set it there, or pass the model")
             self.generator = target
         else:
@@ -122,7 +122,7 @@ class Transcriber:
         self._check_parts()
 
     @classmethod
-    def from_pretrained(cls, target: str | PathLike[str], draft: Any = None, **options: Any) -> Transcriber:
+    def from_pretrained(cls, target: str | PathLike[str], draft: Any = AUTO, **options: Any) -> Transcriber:
         """`Transcriber(target, draft, **options)`, by the name that transformers' users know."""
         return cls(target, draft, **options)
 

@@ -18,7 +18,7 @@ from specdec.errors import OptionError, SpecdecError
 from specdec.generator.generator import SpecGenerator
 from specdec.generator.inputs.pictures import chat_ids, has_template
 from specdec.generator.tokenizers import decode, ids_of
-from specdec.options.fields import COPYING, check_whole
+from specdec.options.fields import check_whole
 from specdec.options.generate import Options
 from specdec.options.load import AUTO
 from specdec.pipelines.checks import refuse_outputs
@@ -112,7 +112,7 @@ class Summarizer:
                 raise OptionError(f"`{idle[0]}` belongs to the SpecGenerator: set it there, or pass the model")
             self.generator = target
         else:
-            self.generator = SpecGenerator(target, _draft(draft), task=TASK, **options)
+            self.generator = SpecGenerator(target, draft, task=TASK, **options)
         if self.generator.tokenizer is None:
             raise OptionError("a Summarizer reads and writes text: pass `tokenizer=`")
         self._target, self._tokenizer = self.generator.target, self.generator.tokenizer
@@ -292,11 +292,6 @@ class Summarizer:
             return [text]
         parts = chunked(text, plan.budget, count, even=not plan.truncate)
         return parts[:1] if plan.truncate else parts
-
-
-def _draft(draft: Any) -> Any:
-    """By default one that copies, since summaries repeat their text."""
-    return COPYING[0] if draft == AUTO else draft
 
 
 def _ended(text: str, reason: str) -> str:

@@ -1,0 +1,159 @@
+"""The target in 4 bits as its own draft, over the target's keys and values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from specdec import SpecGenerator
+from specdec.errors import OptionError, UnsupportedError
+from specdec.models import LanguageModel
+from specdec.models.backends.kv_session import KvSession
+from specdec.models.loading import lighten
+from specdec.proposers import HybridDraft, QuantizedDraft, SuffixDraft
+from tests.matrix import endless
+from tests.speech import whisper
+from tests.tiny import tiny, tiny_inputs
+
+WIDE = {"hidden_size": 64, "intermediate_size": 128}  # groups of 32 weights
+PROMPTS = [[5, 9, 12, 30, 31, 7], [8, 30, 31, 7, 22, 9, 41, 6, 11, 5], [11, 3]]
+
+
+def wide(seed: int = 0) -> Any:
+    return tiny("llama", seed=seed, **WIDE)
+
+
+@pytest.mark.parametrize("backend", ["eager", "packed"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"do_sample": True, "seed": 3, "temperature": 1.3},
+        {"do_sample": True, "seed": 4, "sampling": "rejection"},
+        {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3},
+        {"num_assistant_branches": 3},
+        {"num_beams": 3},
+        {"guidance_scale": 1.5},
+    ],
+    ids=str,
+)
+def test_texts_are_the_targets(how: dict[str, Any], backend: str) -> None:
+    """Of ragged rows together, twice, so that the second call continues kept prefixes."""
+    model = LanguageModel(wide(), backend=backend, owned=True)
+    options = endless(20, **how)
+    plain = {name: value for name, value in options.items() if name != "num_assistant_branches"}
+    generator = SpecGenerator(model, "quantized", schedule="constant", num_assistant_tokens=4)
+    for prompts in (PROMPTS, [[*prompt, 4] for prompt in PROMPTS]):
+        out = generator.generate(prompts, **options)
+        if how.get("sampling") != "rejection":  # which draws other numbers with a draft
+            assert out.sequences.tolist() == SpecGenerator(model).generate(prompts, **plain).sequences.tolist()
+        assert out.stats.num_draft_tokens > 0 or "num_beams" in how
+
+
+def test_the_copy_reads_nothing_and_leaves_the_cache_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its passes begin behind the text in the target's rows, with one token of it, and its guesses are taken back."""
+    target = LanguageModel(wide(), owned=True)
+    draft = QuantizedDraft(target)
+    passes: list[tuple[int, list[int]]] = []
+    run = KvSession.run
+
+    def watched(session: KvSession, works: Any, **how: Any) -> Any:
+        if session._language is draft.model:
+            passes.extend((session.length(work.row), work.tree.tokens) for work in works)
+        return run(session, works, **how)
+
+    monkeypatch.setattr(KvSession, "run", watched)
+    monkeypatch.setattr(KvSession, "draft_chains", False)
+    generator = SpecGenerator(target, draft, schedule="constant", num_assistant_tokens=3, prefix_cache=True)
+    prompt = [5 + i % 40 for i in range(50)]
+    out = generator.generate([prompt], **endless(12))
+    text = out.sequences[0].tolist()
+    assert {len(tokens) for _, tokens in passes} == {1}
+    assert min(length for length, _ in passes) == 50
+    assert out.stats.num_accepted_draft_tokens > 0
+    # What was kept of the text holds no key of a guess: the next turn gives the text of a fresh generator.
+    turn = [*text, 3, 4]
+    again = generator.generate([turn], **endless(12))
+    assert again.stats.cached_prompt_tokens >= len(text) - 1
+    assert again.sequences.tolist() == SpecGenerator(target).generate([turn], **endless(12)).sequences.tolist()
+
+
+def test_a_failing_pass_leaves_the_target_sound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error amid a guess ends its request; requests beside it and later ones get their texts."""
+    target = LanguageModel(wide(), owned=True)
+    generator = SpecGenerator(target, "quantized", schedule="constant", num_assistant_tokens=3)
+    expected = SpecGenerator(target).generate(PROMPTS, **endless(10)).sequences.tolist()
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(KvSession, "draft_chain", fail)
+        patch.setattr(KvSession, "commit", fail)
+        with pytest.raises(RuntimeError, match="no memory"):
+            generator.generate(PROMPTS, **endless(10))
+    assert generator.generate(PROMPTS, **endless(10)).sequences.tolist() == expected
+
+
+def test_it_shares_the_targets_memory() -> None:
+    """No bytes are set aside for keys and values of its own: a budget that fits the target fits both."""
+    target = LanguageModel(wide(), owned=True)
+    size = 40 * target.kv_bytes
+    out = SpecGenerator(target, "quantized", kv_budget=size).generate([PROMPTS[0]], **endless(8))
+    assert out.sequences.tolist() == SpecGenerator(target).generate([PROMPTS[0]], **endless(8)).sequences.tolist()
+    with pytest.raises(OptionError, match="kv_budget"):
+        SpecGenerator(target, wide(1), kv_budget=size // 2).generate([PROMPTS[0]], **endless(8))
+
+
+def test_a_changed_model_is_copied_anew() -> None:
+    """A caller's model drafts with what it is by now: a copy of the old one would guess for another text."""
+    model = wide()
+    generator = SpecGenerator(model, "quantized", schedule="constant", num_assistant_tokens=4)
+    [copy] = generator.draft.models
+    before = copy.model.get_output_embeddings().weight()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(5)))
+    generator.model_changed()
+    assert not torch.equal(before, copy.model.get_output_embeddings().weight())
+    out = generator.generate(PROMPTS, **endless(10))
+    assert out.sequences.tolist() == SpecGenerator(model).generate(PROMPTS, **endless(10)).sequences.tolist()
+
+
+@pytest.mark.parametrize("name", ["t5", "whisper"])
+def test_an_encoder_decoder_shares_its_frames(name: str) -> None:
+    model, inputs = tiny(name), tiny_inputs(name, 2)
+    expected = SpecGenerator(model).generate(**inputs, **endless(12)).sequences.tolist()
+    generator = SpecGenerator(model, "quantized", schedule="constant", num_assistant_tokens=4)
+    assert generator.generate(**inputs, **endless(12)).sequences.tolist() == expected
+
+
+def test_words_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies come beside a large model; "auto" takes it for owned floats of some size, and copies elsewhere."""
+    assert isinstance(SpecGenerator(wide(), "quantized").draft, QuantizedDraft)
+    owned = LanguageModel(wide(), owned=True)
+    assert isinstance(SpecGenerator(owned, "auto").draft, SuffixDraft)
+    monkeypatch.setattr(lighten, "_LEAST", 1)
+    monkeypatch.setattr("specdec.generator.drafts_by_name._DEAR", 1)
+    draft = SpecGenerator(owned, "auto").draft
+    assert isinstance(draft, HybridDraft)
+    assert draft.kind == SpecGenerator(owned, "quantized").draft.kind == "suffix+quantized"
+    assert isinstance(SpecGenerator(wide(), "auto").draft, SuffixDraft)  # a caller's model is not copied unasked
+    monkeypatch.setattr(lighten, "_LEAST_HEARING", 1)
+    assert isinstance(SpecGenerator(LanguageModel(whisper(), owned=True), "auto").draft, QuantizedDraft)
+    assert SpecGenerator(whisper(), "auto").draft is None
+
+
+def test_targets_that_it_is_not_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UnsupportedError, match=r"Mamba\w+ depend on .* name another draft"):
+        SpecGenerator(tiny("mamba"), "quantized")
+    with pytest.raises(UnsupportedError, match=r"no linear layers in \w+"):
+        SpecGenerator(wide().half(), "quantized")
+    rounded = lighten.quantized(wide())
+    with pytest.raises(UnsupportedError, match="rounded weights"):
+        SpecGenerator(LanguageModel(rounded, owned=True), "quantized")
+    monkeypatch.setattr(lighten, "free_bytes", lambda device: 10)
+    with pytest.raises(UnsupportedError, match="no room for a copy"):
+        SpecGenerator(wide(), "quantized")
