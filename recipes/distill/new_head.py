@@ -50,7 +50,7 @@ def make_eagle(target: LanguageModel, vocabulary: Tensor | None, layers: int = 1
         )
     config = _config(target, layers)
     set_attention(config, "sdpa")
-    stage = EagleStage(config, embedding, target.vocab_size, hidden=len(reads), vocabulary=vocabulary)
+    stage = EagleStage(config, embedding, target.vocab_size, reads, vocabulary=vocabulary)
     stage.to(target.device)
     with torch.no_grad():
         width = config.hidden_size

@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from os import PathLike
 
+import torch
 from transformers import PreTrainedModel
 
 from specdec.errors import UnsupportedError
@@ -13,8 +14,11 @@ from specdec.options.load import Loading
 from specdec.proposers.heads.checkpoint import Checkpoint, head_kind, readable
 from specdec.proposers.heads.proposer import HeadDraft
 
-LOADERS = {"eagle3": "eagle3:load_eagle", "dflash": "dflash:load_dflash", "gemma4": "gemma4:load_gemma4"}
-"""Module and function by kind of head; transformers' models are imported only when needed, as that is slow."""
+STAGES = {"eagle3": "eagle3:eagle_stage", "dflash": "dflash:DFlashStage", "gemma4": "gemma4:AssistantStage"}
+"""By kind of head, module and name of what makes its stage of a checkpoint and a target.
+
+Transformers' models are imported only when needed, as that is slow.
+"""
 
 
 def load_head(
@@ -29,14 +33,17 @@ def load_head(
     `argument` names it in errors. Raises OptionError if it was made for another target, UnsupportedError for an unknown
     kind, LoadError for a broken checkpoint.
     """
-    checkpoint = Checkpoint.read(source, how, argument)
-    if checkpoint.kind not in LOADERS:
-        name, kinds = checkpoint.source, ", ".join(LOADERS)
+    checkpoint = Checkpoint.read(source, how, target.device, argument)
+    if checkpoint.kind not in STAGES:
+        name, kinds = checkpoint.source, ", ".join(STAGES)
         raise UnsupportedError(f"`{argument}` {name!r} is a head of kind {checkpoint.kind!r}; known are {kinds}")
-    module, _, function = LOADERS[checkpoint.kind].partition(":")
-    load = getattr(import_module(f"{__name__}.{module}"), function)
+    module, _, name = STAGES[checkpoint.kind].partition(":")
+    make = getattr(import_module(f"{__name__}.{module}"), name)
     with readable(checkpoint.source, argument):
-        return load(checkpoint, target, how)
+        with torch.device("meta"):
+            stage = make(checkpoint, target)
+        checkpoint.fill(stage, target.device)
+        return HeadDraft(stage, backend=how.backend)
 
 
-__all__ = ["LOADERS", "head_kind", "load_head"]
+__all__ = ["STAGES", "head_kind", "load_head"]

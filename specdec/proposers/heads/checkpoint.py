@@ -63,16 +63,26 @@ def _file(source: str, name: str, revision: str | None) -> str:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A head's config and weights in the form of `speculators`; `argument` names it in errors."""
+    """A head's config and weights in the form of `speculators`; `argument` names it in errors.
+
+    It computes in `dtype`: the dtype that loading sets, or else its weights', with float32 for float16 on a CPU.
+    """
 
     source: str
     config: Mapping[str, Any]
     weights: dict[str, Tensor]
+    dtype: torch.dtype
     argument: str = "draft"
 
     @classmethod
-    def read(cls, source: str | PathLike[str] | PreTrainedModel, how: Loading, argument: str = "draft") -> Checkpoint:
-        """Reads a folder or hub id, or a model.
+    def read(
+        cls,
+        source: str | PathLike[str] | PreTrainedModel,
+        how: Loading,
+        device: torch.device,
+        argument: str = "draft",
+    ) -> Checkpoint:
+        """Reads a folder or hub id, or a model, for a target on `device`.
 
         Raises OptionError if it does not exist, LoadError for broken or missing files.
         """
@@ -87,19 +97,13 @@ class Checkpoint:
                 weights = dict(_weights(name, how.revision))
         with readable(name, argument):
             weights = {key: tensor for key, tensor in weights.items() if not key.startswith(_IGNORED)}
-            return cls(name, *unified(config, weights), argument)
+            config, weights = unified(config, weights)
+            return cls(name, config, weights, _dtype(weights, how, device), argument)
 
     @property
     def kind(self) -> str:
         """The kind of head."""
         return str(self.config["speculators_model_type"])
-
-    def dtype(self, how: Loading, target: LanguageModel) -> torch.dtype:
-        """The dtype the head computes in: `how`'s, or else its weights', with float32 for float16 on a CPU."""
-        if how.dtype != "auto":
-            return how.dtype if isinstance(how.dtype, torch.dtype) else getattr(torch, how.dtype)
-        stored = next((t.dtype for t in self.weights.values() if t.is_floating_point()), torch.float32)
-        return torch.float32 if stored == torch.float16 and target.device.type == "cpu" else stored
 
     def layers_config(self) -> Any:
         """The config of its decoder layers; raises LoadError if it has none."""
@@ -122,7 +126,7 @@ class Checkpoint:
             raise self.broken(f"its layers must all be attention, got {config.layer_types}", UnsupportedError)
         return tuple(kinds)
 
-    def embedding(self, target: LanguageModel, dtype: torch.dtype) -> Embedding:
+    def embedding(self, target: LanguageModel) -> Embedding:
         """Its own embeddings, or else the target's; raises LoadError if they lack tokens."""
         table = self.weights.get("embed_tokens.weight")
         if table is None:
@@ -131,7 +135,7 @@ class Checkpoint:
             raise self.broken(
                 f"`embed_tokens.weight` is {list(table.shape)}, and a target of {target.vocab_size} tokens"
             )
-        return Embedding(table.to(target.device, dtype))
+        return Embedding(table.to(target.device, self.dtype))
 
     def count(self, size: Any, name: str, least: int, most: float = inf) -> int:
         """`size`, the config's field `name`; raises LoadError unless it is a whole number from `least` to `most`."""
@@ -161,7 +165,7 @@ class Checkpoint:
             raise self.broken("`t2d` contradicts `d2t`")
         return ids.to(target.device)
 
-    def fill(self, stage: Stage, dtype: torch.dtype, device: torch.device) -> None:
+    def fill(self, stage: Stage, device: torch.device) -> None:
         """Loads a stage's weights; raises LoadError for missing ones and other shapes.
 
         Raises UnsupportedError if the checkpoint has others than these, its embeddings and its vocabulary.
@@ -175,10 +179,10 @@ class Checkpoint:
             if self.weights[name].shape != tensor.shape:
                 shape, expected = list(self.weights[name].shape), list(tensor.shape)
                 raise self.broken(f"`{name}` is {shape}, and by its config {expected}")
-            state[name] = self.weights[name].to(device, dtype if tensor.is_floating_point() else None)
+            state[name] = self.weights[name].to(device, self.dtype if tensor.is_floating_point() else None)
         stage.load_state_dict(state, assign=True)
         stage.to(device)  # its buffers
-        stage.inputs.to(dtype)
+        stage.inputs.to(self.dtype)
 
     def read_layers(self, name: str, target: LanguageModel) -> list[int]:
         """The target's layers whose inputs the head reads: its config's field `name`, or the format's default.
@@ -220,6 +224,13 @@ class Checkpoint:
     def broken(self, why: str, kind: type[Exception] = LoadError) -> Exception:
         """The error for a checkpoint that cannot be used."""
         return kind(f"`{self.argument}` {self.source!r} cannot be loaded: {why}")
+
+
+def _dtype(weights: Mapping[str, Tensor], how: Loading, device: torch.device) -> torch.dtype:
+    if how.dtype != "auto":
+        return how.dtype if isinstance(how.dtype, torch.dtype) else getattr(torch, how.dtype)
+    stored = next((tensor.dtype for tensor in weights.values() if tensor.is_floating_point()), torch.float32)
+    return torch.float32 if stored == torch.float16 and device.type == "cpu" else stored
 
 
 def _weights(name: str, revision: str | None) -> Iterator[tuple[str, Tensor]]:

@@ -21,17 +21,56 @@ from specdec.core.tree import EMPTY, Tree
 from specdec.core.work import Logits, Work
 from specdec.decoding.samplers import fit
 from specdec.models.language_model import LanguageModel
-from specdec.options.load import Loading
 from specdec.proposers.growth import Feed, Growth
 from specdec.proposers.heads.checkpoint import Checkpoint
-from specdec.proposers.heads.proposer import HeadDraft, HeadProposer
+from specdec.proposers.heads.proposer import HeadProposer
 from specdec.proposers.heads.stage import Embedding, Stage
 
 
+class DFlashProposer(HeadProposer):
+    """Makes all guesses of a round in one pass, independently of each other; none for the branches of a search."""
+
+    shift = 0
+
+    def _limit(self, seq: SequenceView, budget: Budget) -> int:
+        return 0 if seq.tree.tokens else min(super()._limit(seq, budget), self._head.stage.guesses)
+
+    def _grow(self, growths: Sequence[Growth]) -> None:
+        """One pass over missing text and blocks, whose logits are the levels; the cache holds no guesses."""
+        works = [(growth, work) for growth in growths if (work := growth.first()) is not None]
+        passed = self._run([Feed(growth.cached, work) for growth, work in works]) if works else []
+        for (growth, work), out in zip(works, passed, strict=True):
+            level: Work | None = work
+            for logits in fit(out.logits.cpu(), self._vocab_size):
+                level = level and growth.take(level, logits.expand(level.num_logits, -1))
+            growth.cached.num_text, growth.cached.guesses = self._session.length(growth.cached.cache_row), []
+            growth.cached.branches = EMPTY
+
+    def _run(self, feeds: Sequence[Feed], level: int = 0) -> list[Logits]:
+        """A pass over text and, if logits are wanted, the block; returns the block's logits `[guesses, vocab]`."""
+        block, guesses = self._head.stage, any(feed.work.num_logits for feed in feeds)
+        masks = [block.mask] * block.masks if guesses else []
+        fed = []
+        for feed in feeds:
+            tokens, context = feed.work.new_tokens, self._text(feed, feed.work.num_text - guesses)
+            marked = F.pad(context.new_zeros(len(masks) + guesses, context.shape[1] - 1), (0, 1), value=1.0)
+            embeds = self._head.inputs(tokens + masks, torch.cat([context, marked]))
+            more = {"num_logits": guesses * block.guesses, "embeds": embeds}
+            fed.append(replace(feed.work, tree=Tree.chain(tokens + masks), **more))
+        outputs = self._session.run(fed)
+        paths = [list(range(feed.work.num_text - guesses)) for feed in feeds]
+        self._session.commit([feed.work.row for feed in feeds], paths)
+        return outputs
+
+
 class DFlashStage(Stage):
-    """The layers of a DFlash head, which reads the target's layers `reads`; `masks` tokens `mask` make `guesses`."""
+    """The layers of a DFlash head: `masks` tokens `mask` make `guesses`.
+
+    Raises OptionError for other targets, UnsupportedError for unknown layers, LoadError for a broken checkpoint.
+    """
 
     records = False  # nodes of a block attend to later ones
+    proposer = DFlashProposer
 
     def __init__(self, checkpoint: Checkpoint, target: LanguageModel) -> None:
         fields, config, embedding = checkpoint.config, checkpoint.layers_config(), Embedding(target.input_embeddings)
@@ -103,47 +142,3 @@ def _attention(
     key, value = (key, value) if cache is None else cache.update(key, value, layer)
     attended = F.scaled_dot_product_attention(query, key, value, mask, scale=attention.scaling, enable_gqa=True)
     return attention.o_proj(attended.transpose(1, 2).flatten(2))
-
-
-class DFlashProposer(HeadProposer):
-    """Makes all guesses of a round in one pass, independently of each other; none for the branches of a search."""
-
-    shift = 0
-
-    def _limit(self, seq: SequenceView, budget: Budget) -> int:
-        return 0 if seq.tree.tokens else min(super()._limit(seq, budget), self._head.stage.guesses)
-
-    def _grow(self, growths: Sequence[Growth]) -> None:
-        """One pass over missing text and blocks, whose logits are the levels; the cache holds no guesses."""
-        works = [(growth, work) for growth in growths if (work := growth.first()) is not None]
-        passed = self._run([Feed(growth.cached, work) for growth, work in works]) if works else []
-        for (growth, work), out in zip(works, passed, strict=True):
-            level: Work | None = work
-            for logits in fit(out.logits.cpu(), self._vocab_size):
-                level = level and growth.take(level, logits.expand(level.num_logits, -1))
-            growth.cached.num_text, growth.cached.guesses = self._session.length(growth.cached.cache_row), []
-            growth.cached.branches = EMPTY
-
-    def _run(self, feeds: Sequence[Feed], level: int = 0) -> list[Logits]:
-        """A pass over text and, if logits are wanted, the block; returns the block's logits `[guesses, vocab]`."""
-        block, guesses = self._head.stage, any(feed.work.num_logits for feed in feeds)
-        masks = [block.mask] * block.masks if guesses else []
-        fed = []
-        for feed in feeds:
-            tokens, context = feed.work.new_tokens, self._text(feed, feed.work.num_text - guesses)
-            marked = F.pad(context.new_zeros(len(masks) + guesses, context.shape[1] - 1), (0, 1), value=1.0)
-            embeds = self._head.inputs(tokens + masks, torch.cat([context, marked]))
-            more = {"num_logits": guesses * block.guesses, "embeds": embeds}
-            fed.append(replace(feed.work, tree=Tree.chain(tokens + masks), **more))
-        outputs = self._session.run(fed)
-        paths = [list(range(feed.work.num_text - guesses)) for feed in feeds]
-        self._session.commit([feed.work.row for feed in feeds], paths)
-        return outputs
-
-
-def load_dflash(checkpoint: Checkpoint, target: LanguageModel, how: Loading) -> HeadDraft:
-    """A DFlash head; raises OptionError for other targets, UnsupportedError for unknown layers, LoadError if broken."""
-    with torch.device("meta"):
-        stage = DFlashStage(checkpoint, target)
-    checkpoint.fill(stage, checkpoint.dtype(how, target), target.device)
-    return HeadDraft(stage, stage.reads, backend=how.backend, proposer=DFlashProposer)

@@ -6,7 +6,7 @@ attention reads embedding and feature concatenated.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,9 +18,7 @@ from specdec.errors import UnsupportedError
 from specdec.models.capability import attention_kinds
 from specdec.models.hf.private_api import CACHE
 from specdec.models.language_model import LanguageModel
-from specdec.options.load import Loading
 from specdec.proposers.heads.checkpoint import Checkpoint
-from specdec.proposers.heads.proposer import HeadDraft
 from specdec.proposers.heads.stage import Embedding, Stage
 
 KINDS: dict[str, tuple[Any, Any, Any]] = {
@@ -61,15 +59,15 @@ class FirstLayer(nn.Module):
 
 
 class EagleStage(Stage):
-    """The one stage of an EAGLE-3 head, which reads `hidden` layers of `target_width`; `norms` are some of `NORMS`."""
+    """The one stage of an EAGLE-3 head; its layers `reads` are `target_width` wide, `norms` are some of `NORMS`."""
 
     def __init__(
         self,
         config: Any,
         embedding: Embedding,
         vocab_size: int,
+        reads: Sequence[int],
         *,
-        hidden: int = 3,
         target_width: int | None = None,
         norms: Collection[str] = (),
         vocabulary: Tensor | None = None,
@@ -77,14 +75,14 @@ class EagleStage(Stage):
         width, eps = config.hidden_size, config.rms_norm_eps
         super().__init__(config, embedding, width, vocab_size, attention_kinds(config) or (), vocabulary=vocabulary)
         layer, norm, rotary = KINDS[config.model_type]
-        read = hidden * (target_width or width)
+        self.reads, read = reads, len(reads) * (target_width or width)
         self._names = getattr(config, "layer_types", None) or [self.kinds[0].name] * config.num_hidden_layers
         self.norm_output = "norm_output" in norms
         first = FirstLayer(layer(config, 0), norm, config, norm_before_residual="norm_before_residual" in norms)
         self.layers = nn.ModuleList([first, *(layer(config, i) for i in range(1, config.num_hidden_layers))])
         self.fc = nn.Linear(read, width, bias=False)
         self.input_norm = norm(read, eps=eps) if "norm_before_fc" in norms else None
-        each = (norm(read // hidden, eps=eps) for _ in range(hidden))
+        each = (norm(read // len(reads), eps=eps) for _ in reads)
         self.fc_norm = nn.ModuleList(each) if "fc_norm" in norms else None
         self.norm = norm(width, eps=eps)
         self.lm_head = nn.Linear(width, vocab_size if vocabulary is None else len(vocabulary), bias=False)
@@ -117,8 +115,8 @@ class EagleStage(Stage):
         return self.lm_head(written if self.norm_output else self.norm(written))
 
 
-def load_eagle(checkpoint: Checkpoint, target: LanguageModel, how: Loading) -> HeadDraft:
-    """An EAGLE-3 head.
+def eagle_stage(checkpoint: Checkpoint, target: LanguageModel) -> EagleStage:
+    """The stage of an EAGLE-3 head.
 
     Raises OptionError if it was made for another target, UnsupportedError for unknown layers, LoadError for a broken
     checkpoint.
@@ -134,8 +132,7 @@ def load_eagle(checkpoint: Checkpoint, target: LanguageModel, how: Loading) -> H
     width = fields.get("target_hidden_size") or config.hidden_size
     checkpoint.check_target(target, width=width, vocab_size=config.vocab_size)
     layers = checkpoint.read_layers("eagle_aux_hidden_state_layer_ids", target)
-    dtype = checkpoint.dtype(how, target)
-    embedding = checkpoint.embedding(target, dtype)
+    embedding = checkpoint.embedding(target)
     if embedding.width != config.hidden_size:
         raise checkpoint.broken(f"embeddings are {embedding.width} wide, its layers {config.hidden_size}")
     vocabulary = checkpoint.vocabulary(target)
@@ -143,8 +140,5 @@ def load_eagle(checkpoint: Checkpoint, target: LanguageModel, how: Loading) -> H
     if {"norm_before_fc", "fc_norm"} <= {*norms}:
         raise checkpoint.broken("`norm_before_fc` and `fc_norm` exclude each other")
     checkpoint.kinds(config)
-    options = {"hidden": len(layers), "target_width": width, "norms": norms, "vocabulary": vocabulary}
-    with torch.device("meta"):
-        stage = EagleStage(config, embedding, target.vocab_size, **options)
-    checkpoint.fill(stage, dtype, target.device)
-    return HeadDraft(stage, layers, backend=how.backend)
+    options = {"target_width": width, "norms": norms, "vocabulary": vocabulary}
+    return EagleStage(config, embedding, target.vocab_size, layers, **options)

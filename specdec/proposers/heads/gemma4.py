@@ -22,9 +22,7 @@ from specdec.errors import UnsupportedError
 from specdec.models.hf.private_api import set_attention
 from specdec.models.language_model import LanguageModel
 from specdec.models.protocols import AttentionKind
-from specdec.options.load import Loading
 from specdec.proposers.heads.checkpoint import Checkpoint
-from specdec.proposers.heads.proposer import HeadDraft
 from specdec.proposers.heads.stage import Embedding, Stage
 
 
@@ -37,15 +35,22 @@ class AllShared(Gemma4TextConfig):  # type: ignore[misc]
 
 
 class AssistantStage(Stage):
-    """The layers of an assistant; `reads`: the target's layers whose hidden states it reads.
+    """The layers of an assistant.
 
     A feature holds a hidden state of the target's width, the token's keys and values by kind, before rotation (in
-    features that the stage wrote: its last hidden state), and the token's number among the guesses, 0 in text.
+    features that the stage wrote: its last hidden state), and the token's number among the guesses, 0 in text. Raises
+    OptionError or UnsupportedError for targets that do not fit, LoadError for a broken checkpoint.
     """
 
     records = False  # it reads the keys' positions from its cache
 
     def __init__(self, checkpoint: Checkpoint, target: LanguageModel) -> None:
+        if not type(target.decoder).__name__.startswith("Gemma4") or target.is_offloaded:
+            raise UnsupportedError(
+                f"`{checkpoint.argument}` is a Gemma 4 assistant, which computes with layers of a whole Gemma 4 model, "
+                f"and the target is a {type(target.model).__name__}: use it with the model that it was made for, "
+                "without `offload`"
+            )
         fields, whole, vocab = checkpoint.config, target.config, target.vocab_size
         shared = {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": fields["text_config"]["num_hidden_layers"]}
         text = AllShared.from_dict({**fields["text_config"], **shared})
@@ -140,17 +145,3 @@ class AssistantStage(Stage):
         at, keys, lowest = (positions - guessed)[:, None, :, None], keys.transpose(2, 3), torch.finfo(mask.dtype).min
         full = mask.masked_fill(keys > at, lowest)
         return {"full_attention": full, "sliding_attention": full.masked_fill(keys < at - self._window, lowest)}
-
-
-def load_gemma4(checkpoint: Checkpoint, target: LanguageModel, how: Loading) -> HeadDraft:
-    """A Gemma 4 assistant; raises OptionError or UnsupportedError for targets that do not fit, LoadError if broken."""
-    if not type(target.decoder).__name__.startswith("Gemma4") or target.is_offloaded:
-        raise UnsupportedError(
-            f"`{checkpoint.argument}` is a Gemma 4 assistant, which computes with layers of a whole Gemma 4 model, and "
-            f"the target is a {type(target.model).__name__}: use it with the model that it was made for, without "
-            "`offload`"
-        )
-    with torch.device("meta"):
-        stage = AssistantStage(checkpoint, target)
-    checkpoint.fill(stage, checkpoint.dtype(how, target), target.device)
-    return HeadDraft(stage, stage.reads, backend=how.backend)

@@ -51,13 +51,13 @@ class MtpDraft(HeadDraft):
             model = MtpModel.from_pretrained(inner, device_map={"": target.device})
         model.tie_with_main_model(target.model)
         backend = "auto" if target.backend == "eager" else target.backend
-        return cls(MtpStage(model.eval(), target.vocab_size), [target.num_layers], backend=backend, source="mtp")
+        return cls(MtpStage(model.eval(), target), backend=backend, source="mtp")
 
 
 class MtpStage(Stage):
     """The first layer of a target's multi-token prediction."""
 
-    def __init__(self, model: Any, vocab_size: int) -> None:
+    def __init__(self, model: Any, target: LanguageModel) -> None:
         kind = (getattr(model.config, "layer_types", None) or _KINDS)[0]
         if kind not in _KINDS:
             raise UnsupportedError(f"a layer for multi-token prediction is of kind {kind!r}; known are {_KINDS}")
@@ -66,7 +66,8 @@ class MtpStage(Stage):
         vars(config).update(num_hidden_layers=1)  # bypasses setters that compare it with `layer_types`
         embedding = Embedding(model.embed_tokens, as_stored=False)
         kinds = (AttentionKind(kind, window),)
-        super().__init__(config, embedding, config.hidden_size, vocab_size, kinds)
+        super().__init__(config, embedding, config.hidden_size, target.vocab_size, kinds)
+        self.reads = [target.num_layers]
         self.layer, self.rotary_emb = model.layers[0], model.rotary_emb
         self.post_norm = model.shared_post_norm if model.use_shared_post_norm else None
         self.shared_head = _SharedLinear(model.shared_head) if is_plain(model.shared_head) else model.shared_head

@@ -25,22 +25,13 @@ class HeadDraft(Draft):
     """Drafts with a head (EAGLE-3, arXiv 2503.01840; multi-token prediction, arXiv 2412.19437).
 
     The head reads the target's hidden states of `hidden_layers`, and has logits over the target's vocabulary. `model`
-    is its stage as a language model, whose inputs are embeddings and features. `proposer` is the class that runs it.
+    is its stage as a language model, whose inputs are embeddings and features.
     """
 
     guesses_trees = True
 
-    def __init__(
-        self,
-        stage: Stage,
-        hidden_layers: Sequence[int],
-        *,
-        backend: str = "auto",
-        source: str = "head",
-        proposer: type[HeadProposer] | None = None,
-    ) -> None:
-        self._proposer = proposer or HeadProposer
-        self.hidden_layers, self.source = tuple(hidden_layers), source
+    def __init__(self, stage: Stage, *, backend: str = "auto", source: str = "head") -> None:
+        self.hidden_layers, self.source = tuple(stage.reads), source
         capability = Capability("kv", "ids", "dict", stage.kinds, inputs="embeds", records=stage.records)
         # It owns its weights, so that they may be packed.
         self.model = LanguageModel(stage.eval(), backend=backend, owned=True, capability=capability)
@@ -56,7 +47,7 @@ class HeadDraft(Draft):
         return self.model.model
 
     def start(self, vocab_size: int) -> HeadProposer:
-        return self._proposer(self, vocab_size)
+        return (self.stage.proposer or HeadProposer)(self, vocab_size)
 
     @torch.no_grad()
     def features(self, states: Tensor) -> Tensor:

@@ -30,10 +30,14 @@ class Stage(nn.Module, ABC):
 
     `config` and `kinds` (of attention) are its layers'. Features are `width` wide. The first `blind` tokens of a text
     have no feature and are masked. `vocabulary`: the target's ids of its own logits, None if it has all `vocab_size`.
-    `records`: its passes may be recorded, and repeated for other tokens.
+    `reads`: the target's layers whose inputs it reads (their number: the input of the language head).
+    `records`: its passes may be recorded, and repeated for other tokens. `proposer`: the class that runs it, None for
+    `HeadProposer`.
     """
 
     records: ClassVar[bool] = True
+    proposer: ClassVar[Any] = None
+    reads: Sequence[int]
     vocabulary: Tensor | None
 
     def __init__(
