@@ -21,8 +21,6 @@ from specdec.errors import EngineError, OptionError, SpecdecError
 from specdec.options.fields import SYNONYMS
 from specdec.options.generate import Options
 
-AT_ONCE = 32
-"""The default number of rows that share passes."""
 _ANSWERS = {"output", "finish_reason", "usage", "error"}  # fields of a row's answer
 _FAILURES = 3  # failed rows that `Progress` names
 _LONGEST = 200  # characters of a reason
@@ -75,20 +73,17 @@ def run_batch(
     out: str | Path,
     spec: BatchSpec,
     *,
-    at_once: int = AT_ONCE,
-    worker: Worker | None = None,
+    at_once: int = 32,
     overwrite: bool = False,
     tell: Callable[[Progress], None] = lambda _: None,
     stop: Stop = lambda: False,
 ) -> Progress:
     """Answers every row of `source` that has no line in `out` yet; lines are in the order of rows.
 
-    `at_once` rows share passes. `worker`: one that `load_worker(spec)` has made. `tell` is called after every row. Once
-    `stop()` is true, no more rows start, and another run may resume. Raises OptionError for an `out` that is not of
-    this run, and the errors of loading the models.
+    `at_once` rows share passes. `tell` is called after every row. Once `stop()` is true, no more rows start, and
+    another run may resume. Raises OptionError for an `out` that is not of this run, and the errors of loading the
+    models.
     """
-    if at_once < 1:
-        raise OptionError.of("at_once", "at least 1", at_once)
     journal = _journal(Path(out), source, spec, overwrite=overwrite)
     try:
         progress = Progress(source.rows, journal.done, journal.done)
@@ -96,7 +91,7 @@ def run_batch(
             progress = progress.with_failure(number, line)
         tell(progress)
         if progress.done < progress.total:
-            worker = worker or load_worker(spec)
+            worker = load_worker(spec)
             missing = _misplaced((row for row in source.read(spec.input) if row.number not in journal), spec)
             began = monotonic()
             for answer in _answers(worker, _by_length(missing, spec, _WINDOW * at_once), at_once, stop):
@@ -170,19 +165,13 @@ def failure_of(line: bytes) -> str | None:
 def _misplaced(rows: Iterator[InputRow], spec: BatchSpec) -> Iterator[InputRow]:
     """The same rows; warns once per field that has an option's name but is data, or that an answer replaces."""
     place = "body" if spec.task == "openai" else "options"
-    names, seen = {*Options.model_fields, *SYNONYMS} - {"n", spec.input}, set[str]()
-    replaced = set() if spec.task == "openai" else _ANSWERS
+    rest = f"sets no option, and is carried along: options of a row are read in its field `{place}`"
+    untold = {name: f"its field `{name}` {rest}" for name in {*Options.model_fields, *SYNONYMS} - {"n", spec.input}}
+    if spec.task != "openai":
+        untold |= {name: f"the answer replaces its field `{name}`: rename it" for name in _ANSWERS}
     for row in rows:
-        for name in sorted(row.fields.keys() & names - seen):
-            seen.add(name)
-            warnings.warn(
-                f"row {row.number + 1}: its field `{name}` sets no option, and is carried along: "
-                f"options of a row are read in its field `{place}`",
-                stacklevel=2,
-            )
-        for name in sorted(row.fields.keys() & replaced - seen):
-            seen.add(name)
-            warnings.warn(f"row {row.number + 1}: the answer replaces its field `{name}`: rename it", stacklevel=2)
+        for name in sorted(row.fields.keys() & untold.keys()):
+            warnings.warn(f"row {row.number + 1}: {untold.pop(name)}", stacklevel=2)
         yield row
 
 
