@@ -102,9 +102,9 @@ def _system(store: Store, group: Group, cell: Cell | None, plain: list[Sample]) 
         "tokens_per_second": 1 / per_token(samples),
         "speedup": None if faster is None else {**faster._asdict(), "state": faster.state, "words": faster.in_words()},
         "categories": {name: ratio.value for name, ratio in ratios.items() if cell is not None and ratio is not None},
-        "token_ms": _ms([gap for s in samples for gap in s.gaps]),
-        "request_ms": _ms([s.seconds for s in samples]),
-        "first_token_ms": _ms([s.first_token for s in samples]),
+        "token_ms": percentiles([1e3 * gap for s in samples for gap in s.gaps]),
+        "request_ms": percentiles([1e3 * s.seconds for s in samples]),
+        "first_token_ms": percentiles([1e3 * s.first_token for s in samples]),
         "mean_acceptance_length": stats.mean_acceptance_length if stats.num_spec_steps else None,
         "acceptance_length_by_repeat": [  # 1 where nothing was drafted
             _total([s for s in samples if s.repeat == repeat]).mean_acceptance_length
@@ -125,10 +125,6 @@ def backends(system: Results) -> str:
     """The backends of a system's target and draft, in words."""
     backend, draft = system["backend"], system["draft_backend"]
     return backend if draft is None else f"both {backend}" if draft == backend else f"{backend}, draft {draft}"
-
-
-def _ms(seconds: Sequence[float]) -> dict[str, float] | None:
-    return percentiles([1e3 * s for s in seconds])
 
 
 def _total(samples: Sequence[Sample]) -> Stats:

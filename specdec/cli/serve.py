@@ -121,9 +121,7 @@ def model_keys(params: Mapping[str, Any]) -> dict[str, Any]:
         "draft": choose_draft(params, {}, target, {}),
         "loading": {n: v for n, v in loading_flags(params).items() if n not in ("prefix_cache", "memory")},
         "options": options,
-        "context": params["context"],
-        "prefix_cache": params["prefix_cache"],
-        **passed(params, ("memory",)),
+        **passed(params, ("context", "prefix_cache", "memory")),
     }
     return keys if budget is None else {**keys, "kv_budget": budget if budget <= 1 else int(budget)}
 
