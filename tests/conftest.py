@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError
 
 from specdec import kernels
 from specdec.core import draft_schedules
@@ -91,6 +92,19 @@ def homeless(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(Path, "home", fail)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names for which a hub was asked, one that is away."""
+    names: list[str] = []
+
+    def away(name: str, *_: Any, **__: Any) -> Any:
+        names.append(name)
+        raise LocalEntryNotFoundError("nobody answers")
+
+    monkeypatch.setattr("transformers.utils.hub.hf_hub_download", away)
+    return names
 
 
 @pytest.fixture(scope="session")

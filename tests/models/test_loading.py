@@ -11,7 +11,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+from huggingface_hub.errors import EntryNotFoundError
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -345,19 +345,6 @@ def test_a_broken_config_or_no_safetensors(tmp_path: Path) -> None:
     (tmp_path / "other" / "model.safetensors").rename(tmp_path / "other" / "pytorch_model.bin")
     with pytest.raises(OptionError, match="safetensors"):
         load_model(folder)
-
-
-@pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names for which a hub was asked, one that is away."""
-    names: list[str] = []
-
-    def away(name: str, *_: Any, **__: Any) -> Any:
-        names.append(name)
-        raise LocalEntryNotFoundError("nobody answers")
-
-    monkeypatch.setattr("transformers.utils.hub.hf_hub_download", away)
-    return names
 
 
 @pytest.mark.parametrize("target", ["some/target", "zoo:python-code"])
