@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from os import PathLike
@@ -32,6 +32,7 @@ from specdec.generator.job import Job
 from specdec.generator.memories import MemoryWish
 from specdec.generator.tokenizers import Detokenizer, check_split_rule, check_tokenizer, tokenizer_beside
 from specdec.models import LanguageModel, load_model, needs_eyes, plain_modes
+from specdec.options.fields import pop_fields
 from specdec.options.generate import Form, Options, to_list
 from specdec.options.load import Loading
 from specdec.options.resolve import check_defaults, resolve
@@ -219,9 +220,9 @@ class SpecGenerator:
         with plain_modes():
             fields = {name: value for name, value in arguments.items() if value is not None}
             config, tokenizer = fields.pop("generation_config", None), self.tokenizer
-            objects = _pop(_EXTRAS, fields)
-            drafts = _pop(DRAFT_NAMES, fields)
-            inputs = _pop(MODEL_INPUTS | beside_inputs(self.target), fields)
+            objects = pop_fields(fields, _EXTRAS)
+            drafts = pop_fields(fields, DRAFT_NAMES)
+            inputs = pop_fields(fields, MODEL_INPUTS | beside_inputs(self.target))
             options = self._options(fields, config)
             if "tokenizer" in objects:
                 check_tokenizer("tokenizer", objects["tokenizer"])
@@ -314,11 +315,6 @@ class SpecGenerator:
             defaults=self._defaults,
             inherited=inherited,
         )
-
-
-def _pop(names: Iterable[str], fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields of these names, removed from `fields`."""
-    return {name: fields.pop(name) for name in names if name in fields}
 
 
 def _prefixes(size: bool | int | None) -> PrefixCache | None:

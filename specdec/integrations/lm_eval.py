@@ -19,6 +19,7 @@ from specdec.decoding.stopping import StopTexts
 from specdec.errors import SpecdecError
 from specdec.integrations.custom_generate import OPTIONS, custom_generate
 from specdec.options import bundled_models
+from specdec.options.fields import pop_fields
 
 try:
     from lm_eval.__main__ import cli_evaluate
@@ -42,7 +43,7 @@ class SpecdecLM(HFLM):  # type: ignore[misc]
     """
 
     def __init__(self, pretrained: Any, draft: Any = None, **options: Any) -> None:
-        hook_options = {name: options.pop(name) for name in (*OPTIONS, *_LOADING) if name in options}
+        hook_options = pop_fields(options, (*OPTIONS, *_LOADING))
         if isinstance(pretrained, str):
             pretrained = bundled_models.locate(pretrained, "target", "pretrained")
         super().__init__(pretrained=pretrained, **options)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
 from typing import Annotated, Any, NamedTuple
 
@@ -181,6 +181,11 @@ EXPECTED = {
 def plain(value: Any) -> Any:
     """Numbers and arrays of numpy and torch as Python objects; other values unchanged."""
     return value.tolist() if hasattr(value, "tolist") else value
+
+
+def pop_fields(fields: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """The fields of these names, removed from `fields`."""
+    return {name: fields.pop(name) for name in names if name in fields}
 
 
 def is_list(value: object) -> bool:

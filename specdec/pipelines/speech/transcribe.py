@@ -21,7 +21,7 @@ from specdec.generator.drafts_by_name import copying_beside
 from specdec.generator.generator import SpecGenerator
 from specdec.models.hf.load_errors import check_folder, explained
 from specdec.options import bundled_models
-from specdec.options.fields import check_whole, is_number
+from specdec.options.fields import check_whole, is_number, pop_fields
 from specdec.options.load import AUTO, Loading
 from specdec.pipelines.checks import refuse_outputs
 from specdec.pipelines.speech.live import Live
@@ -110,7 +110,7 @@ class Transcriber:
         self._extractor: Any = feature_extractor or getattr(processor, "feature_extractor", None)
         if tokenizer is None or self._extractor is None:
             raise OptionError("a Transcriber needs `processor=`, or `tokenizer=` and `feature_extractor=`: pass them")
-        self._defaults = _taken(options, (*_CALL, *NAMES))
+        self._defaults = pop_fields(options, (*_CALL, *NAMES))
         if isinstance(target, SpecGenerator):
             if draft not in (None, AUTO) or options:
                 name = next(iter(options)) if draft in (None, AUTO) else "draft"
@@ -241,7 +241,7 @@ class Transcriber:
         """A call's options over the defaults, checked."""
         options = {**_flat(self._defaults), **_flat(arguments)}
         options = {name: value for name, value in options.items() if value is not None and name not in _IGNORED}
-        call, speech = _taken(options, _CALL), _taken(options, NAMES)
+        call, speech = pop_fields(options, _CALL), pop_fields(options, NAMES)
         if options.pop("do_sample", False):
             speech.setdefault("temperature", 1.0)  # `generate` samples at this temperature by default
         if "seed" not in options:
@@ -354,11 +354,6 @@ class Transcriber:
             language=request.return_language,
             seconds=self._extractor.chunk_length / self._whisper.positions,
         )
-
-
-def _taken(options: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """The options of these names, which it removes."""
-    return {name: options.pop(name) for name in names if name in options}
 
 
 def _flat(options: Mapping[str, Any]) -> dict[str, Any]:
