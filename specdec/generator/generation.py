@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
+from reprlib import Repr
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -20,6 +21,8 @@ _BOX = "font-family:monospace;white-space:pre-wrap;line-height:1.5"
 # Drafted text is underlined for readers who see no colour.
 _DRAFTED = "background:rgba(47,158,119,.28);border-bottom:2px solid rgb(47,158,119)"
 _QUIET = "opacity:.75;font-size:90%"
+_BRIEF = Repr()
+_BRIEF.maxstring, _BRIEF.maxlist = 60, 4  # characters of a text, entries of a list
 
 
 @dataclass
@@ -51,6 +54,14 @@ class Generation(ModelOutput):  # type: ignore[misc]
     texts: list[str] | None = None
     stats: Stats | None = None
     drafted: list[list[bool]] | None = None
+
+    def __repr__(self) -> str:
+        """One line: the beginnings of texts, or of rows of ids, then figures and the names of the other fields."""
+        if self.stats is None:
+            return f"Generation({', '.join(self)})"
+        rows = self.texts if self.texts is not None else self.new_tokens()
+        others = [name for name in self if name not in ("sequences", "texts", "stats", "drafted")]
+        return f"Generation({', '.join([_BRIEF.repr(rows), *_figures(self.stats), *others])})"
 
     def _repr_html_(self) -> str:
         decoding = self.__dict__.get("_decoding", _Decoding())
@@ -107,22 +118,29 @@ def as_html(rows: Sequence[Sequence[tuple[str, bool]]], stats: Stats | None) -> 
     texts = [f'<div style="{_BOX}">{"".join(_piece(*piece) for piece in row)}</div>' for row in rows]
     if len(texts) > 1:
         texts = [f'<div style="{_QUIET}">{n}/{len(texts)}</div>{text}' for n, text in enumerate(texts, 1)]
-    return f"<div>{''.join(texts)}{'' if stats is None else _figures(stats)}</div>"
+    return f"<div>{''.join(texts)}{'' if stats is None else _figures_line(stats)}</div>"
 
 
 def _piece(text: str, drafted: bool) -> str:
     return f'<span style="{_DRAFTED}" title="from the draft">{escape(text)}</span>' if drafted else escape(text)
 
 
-def _figures(stats: Stats) -> str:
-    """Speed, passes, and with a draft how many of its guesses were accepted."""
-    facts = [
+def _figures(stats: Stats) -> list[str]:
+    """Speed, passes, and the tokens of a round with a draft."""
+    figures = [
         f"{stats.num_new_tokens} tokens in {stats.seconds:.2f} s",
         f"{stats.tokens_per_second:.0f} tokens/s",
         f"{stats.num_target_passes} passes of the target",
     ]
     if stats.num_spec_steps:
-        facts.append(f"{stats.mean_acceptance_length:.2f} tokens per round with a draft")
+        figures.append(f"{stats.mean_acceptance_length:.2f} tokens per round with a draft")
+    return figures
+
+
+def _figures_line(stats: Stats) -> str:
+    """HTML of the figures, and with a draft of how many of its guesses were accepted."""
+    figures = _figures(stats)
+    if stats.num_spec_steps:
         mark = f'<span style="{_DRAFTED}">from the draft</span>'
-        facts.append(f"{mark}: {stats.num_accepted_draft_tokens} of {stats.num_draft_tokens} guesses kept")
-    return f'<div style="{_QUIET}">{" · ".join(facts)}</div>'
+        figures.append(f"{mark}: {stats.num_accepted_draft_tokens} of {stats.num_draft_tokens} guesses kept")
+    return f'<div style="{_QUIET}">{" · ".join(figures)}</div>'

@@ -3,11 +3,12 @@
 import pickle
 import re
 from html import unescape
+from reprlib import Repr
 
 import torch
 
 from specdec import SpecGenerator
-from specdec.generator.generation import as_html
+from specdec.generator.generation import Generation, as_html
 from tests.folders import WIDTH, byte_tokenizer
 from tests.oracle import oracle
 from tests.tiny import tiny
@@ -35,6 +36,24 @@ def test_a_result_shows_itself() -> None:
     again = pickle.loads(pickle.dumps(out))
     assert again.drafted == out.drafted
     assert DRAFTED.findall(again._repr_html_()) == []  # the tokenizer stays behind
+
+
+def test_a_result_is_printed_in_one_line() -> None:
+    """Texts cut short, figures, and names of other fields. (It was 210,000 characters of tensors.)"""
+    brief = Repr()
+    brief.maxstring = 60
+    gen = SpecGenerator(tiny("llama", vocab=WIDTH), "suffix", tokenizer=byte_tokenizer())
+    out = gen.generate(["def f(x):\n" * 20, "x"], max_new_tokens=30, eos_token_id=[], output_scores=True)
+    line = str(out)
+    assert line.startswith(f"Generation([{brief.repr(out.texts[0])}, ")
+    assert f", 60 tokens in {out.stats.seconds:.2f} s, " in line
+    assert f", {out.stats.num_target_passes} passes of the target, " in line
+    assert line.endswith(" tokens per round with a draft, scores)")
+    assert len(line) < 300
+    assert "\n" not in line
+    ids = SpecGenerator(tiny("llama")).generate(torch.tensor([[5, 6]]), max_new_tokens=2, eos_token_id=[])
+    assert repr(ids).startswith(f"Generation([{ids.new_tokens()[0]}], 2 tokens in ")
+    assert repr(Generation(sequences=ids.sequences)) == "Generation(sequences)"
 
 
 def test_searches_and_ids_show_plain_text() -> None:
