@@ -7,13 +7,14 @@ from contextlib import asynccontextmanager
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from specdec import __version__
-from specdec.server.errors import invalid, reported
+from specdec.server.errors import ApiError, invalid, no_path, reported
 from specdec.server.guards import Entrance, GuardedRoute
 from specdec.server.routes import audio, realtime, status, text
 from specdec.server.settings import ServeSettings
@@ -22,6 +23,8 @@ from specdec.server.state import ERROR, State
 from specdec.server.text import TextModel
 
 ROUTERS = (text.router, audio.router, realtime.router, status.router, status.public)
+_ROUTES = [route for router in ROUTERS for route in router.routes if isinstance(route, APIRoute)]
+_PATHS = [route.path for route in _ROUTES if "{" not in route.path]
 
 
 def create_app(settings: ServeSettings, models: Sequence[TextModel | SpeechModel]) -> FastAPI:
@@ -58,6 +61,8 @@ async def _answer(request: Request, error: Exception) -> Response:
     if isinstance(error, RequestValidationError):
         faults = [{**fault, "loc": fault["loc"][1:]} for fault in error.errors()]  # "body" comes first
         error = invalid(faults, error.body)
+    elif isinstance(error, HTTPException) and error.status_code == 404 and not isinstance(error, ApiError):
+        error = no_path(request.url.path, _PATHS)
     api_error = reported(error)
     request.scope[ERROR] = api_error.code
     return api_error.response

@@ -6,7 +6,7 @@ import json
 import logging
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,15 +14,17 @@ from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
-from specdec.errors import CancelledError, OptionError
+from specdec.errors import CancelledError, OptionError, closest_name
 
 LOG = logging.getLogger(__name__)
 LEFT = "cancelled"
 """The code of requests whose client has left."""
 _KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
-_MESSAGES = {
-    404: "this path does not exist: /openapi.json lists all paths",
-    405: "this path does not take this method: /openapi.json lists those it takes",
+_METHOD = "this path does not take this method: /openapi.json lists those it takes"
+# Ollama's paths -> the path that serves the same.
+_OLLAMA = {
+    **dict.fromkeys(("/api/chat", "/api/generate"), "/v1/chat/completions"),
+    **{"/api/tags": "/v1/models", "/api/version": "/version"},
 }
 
 
@@ -60,6 +62,13 @@ def busy(message: str, seconds: int) -> ApiError:
 def unavailable(message: str) -> ApiError:
     """A 503: try again soon."""
     return ApiError(503, message, code="unavailable", headers={"Retry-After": "5"})
+
+
+def no_path(path: str, paths: Iterable[str]) -> ApiError:
+    """A 404: none of the `paths` is this one; names the path that serves the same, or the nearest."""
+    near = _OLLAMA.get(path) or closest_name(path[:_LONGEST], paths)
+    hint = f" (did you mean {near}?)" if near else ""
+    return ApiError(404, f"this path does not exist{hint}: /openapi.json lists all paths")
 
 
 def above_limit(message: str, param: str) -> ApiError:
@@ -103,7 +112,7 @@ def as_api_error(error: BaseException) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, HTTPException):  # the router raises it
-        message = _MESSAGES.get(error.status_code, str(error.detail))
+        message = _METHOD if error.status_code == 405 else str(error.detail)
         return ApiError(error.status_code, message, headers=dict(error.headers or {}))
     if isinstance(error, CancelledError):  # the server cancelled it
         return unavailable("the server ended this request: try again")
@@ -150,7 +159,7 @@ _FAULTS = {
     "json_invalid": "is not JSON: {error}, at character {place}",
     "value_error": "must be a file, as `curl -F file=@talk.wav` sends it",  # FastAPI's: ours are FieldErrors
 }
-_LONGEST = 128  # characters of a field's path
+_LONGEST = 128  # characters of a path, of a body's field or of the server
 _SHOWN = 40  # characters of a value
 _WEIGHED = 100  # faults that are compared, of as many as the body has values
 

@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AliasChoices, BeforeValidator, Field, model_validator
 
 from specdec.core.draft_schedules import SCHEDULES
+from specdec.errors import closest_name
 from specdec.options.fields import SAMPLING
 from specdec.options.generate import Form
 from specdec.server.errors import FieldError
@@ -65,6 +66,10 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "best_of": ((1,), "use `num_samples` and `n`, the best of samples by their log-probability"),
     "chat_template": ((), "templates of clients are not run: leave it out"),
     "prompt_embeds": ((), "embeddings are not read: pass text or token ids"),
+    # Ollama's
+    "num_predict": ((), "did you mean `max_tokens`?"),
+    "num_ctx": ((), "the server's flag `--context` sets the context: leave it out"),
+    "options": (({},), "set its fields beside `model`, by OpenAI's names"),
 }
 HINTS = (
     *("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "store", "metadata", "service_tier"),
@@ -73,6 +78,7 @@ HINTS = (
     *("cache_prompt", "id_slot", "n_keep", "n_cache_reuse", "n_indent", "samplers", "t_max_prompt_ms"),
     *("timings_per_token", "return_progress", "return_tokens", "response_fields"),
 )
+_COMPARED = 10  # unknown fields that are compared with the fields
 _NAMED = set[str]()  # hints that the log has named
 
 
@@ -203,6 +209,10 @@ class Generate(Sent):
             value = None if name in cls.model_fields else data.get(name)
             if value is not None and not any(type(value) is type(allowed) and value == allowed for allowed in neutral):
                 raise FieldError(f"`{name}` is not supported: {why}")
+        names = {*cls.model_fields, *REFUSED, *HINTS}
+        for name in [name for name in without_nulls(data) if name not in names][:_COMPARED]:
+            if name.isascii() and (near := closest_name(name[:_LONGEST_PHRASE], cls.model_fields)):
+                raise FieldError(f"`{name}` is not known here: leave it out (did you mean `{near}`?)")
         for name in HINTS:
             if data.get(name) is not None and name not in _NAMED:
                 _NAMED.add(name)

@@ -26,6 +26,7 @@ GAPS = {
     "deepseek": ["<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"],
 }
 CHATS = "/v1/chat/completions"
+JSON = {"Content-Type": "application/json"}
 USER = {"role": "user", "content": "abc abc abc ab"}
 
 
@@ -238,6 +239,26 @@ def test_fields_of_other_clients() -> None:
         chat = c.post(CHATS, json={"messages": [USER], "n_predict": 3, "ignore_eos": True, **harmless}).json()
     assert chat["usage"]["completion_tokens"] == 3
     assert (long["total_tokens"], wrong["param"]) == (512, "n_predict")
+
+
+def test_paths_and_fields_of_ollama() -> None:
+    """An error names the path and the field that do the same. (It was a 404, and a 400, without a way out.)"""
+    with asking(app()) as c:
+        for path in ("/api/chat", "/api/generate", "/chat/completions"):
+            answer = c.post(path, json={"messages": [USER]})
+            words = "this path does not exist (did you mean /v1/chat/completions?)"
+            assert (answer.status_code, answer.json()["error"]["message"][: len(words)]) == (404, words), path
+        for field, words in {
+            "num_predict": "did you mean `max_tokens`?", "num_ctx": "`--context`", "temprature": "`temperature`?)",
+            "options": "beside `model`", "repeat_penalty": "(did you mean `repetition_penalty`?)",
+        }.items():  # fmt: skip
+            for path, body in {"/v1/completions": {"prompt": "a"}, CHATS: {"messages": [USER]}}.items():
+                error = c.post(path, json={**body, field: 5}).json()["error"]
+                assert (error["param"], words in error["message"]) == (field, True), error
+        far = c.complete(prompt="a", **{"x" * 9999: 5})["error"]["message"]
+        half = c.post("/v1/completions", content=rb'{"prompt": "a", "max_token\ud800": 1}', headers=JSON)
+    assert far.endswith("is not known here: leave it out")
+    assert half.status_code == 400
 
 
 @pytest.mark.parametrize("kind", ["json_object", "json_schema"])
