@@ -18,6 +18,7 @@ from specdec.options.versions import commit, system_entries, versions
 
 # Parts of processor flags that decide the speed of matrix products.
 _FLAGS = ("avx", "amx", "vnni", "bf16", "fp16", "fma", "f16c", "neon", "asimd", "sve", "i8mm")
+_HIGH_LOAD = 0.5  # programs per core
 _FULL_SHARE = 0.8  # of a core: one busy neighbour on two cores leaves 0.6 to 0.75, a quiet machine 0.98
 FEWER_THREADS = "OMP_NUM_THREADS=1, or fewer threads than there are free cores, is faster meanwhile"
 
@@ -39,6 +40,12 @@ def provenance() -> dict[str, Any]:
         "versions": versions(),
         "commit": commit(),
     }
+
+
+def high_load(load: float) -> str | None:
+    """Words about a load average at which other programs take the cores; None at a lower one."""
+    cores = os.cpu_count() or 1
+    return f"load {load:.1f} on {cores} cores at the start" if load > _HIGH_LOAD * cores else None
 
 
 def memory_bandwidth() -> float:
@@ -107,7 +114,7 @@ class Watch:
     def busy(self) -> bool:
         """Whether other programs slow this one down."""
         usual, best = statistics.median(self.spins), min(self.spins)
-        return self.load > 0.5 * (os.cpu_count() or 1) or usual > 1.3 * best or self._late_share > 0.1
+        return high_load(self.load) is not None or usual > 1.3 * best or self._late_share > 0.1
 
     @property
     def _late_share(self) -> float:

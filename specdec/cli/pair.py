@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -12,7 +13,7 @@ from typer import Option
 from specdec.cli import flags
 from specdec.cli.request import DEFAULT_NEW_TOKENS
 from specdec.cli.show import ACCEPTED, PROMPT, Printer, has_colours, warn_if_busy, write
-from specdec.cli.terminal import MISMATCH, OK, fail, is_quiet, loading
+from specdec.cli.terminal import MISMATCH, OK, fail, is_quiet, loading, say
 from specdec.options import bundled_models
 
 if TYPE_CHECKING:
@@ -35,9 +36,10 @@ def demo(
     """Watch a small model write code without and with its draft. Then see where the time went."""
     how = {"do_sample": sample or temperature is not None, "temperature": temperature, "seed": seed}
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, **how}
-    pair = bundled_models.pair()
+    pair, load = bundled_models.pair(), os.getloadavg()[0]
     out = Console()
     with loading(f"loading zoo:{pair.name}"):
+        from specdec.bench.machine import high_load
         from specdec.bench.prompts import pick_prompts
         from specdec.bench.systems import duel
         from specdec.generator.generator import SpecGenerator
@@ -48,8 +50,11 @@ def demo(
         text = texts[seed % len(texts)].text
         for generator in (plain, assisted):  # the first passes of a process are slow
             generator.generate(text, **{**options, "max_new_tokens": 1})
-    if not is_quiet():
-        warn_if_busy()  # now, since decoding may take minutes
+    if not is_quiet():  # now, since decoding may take minutes
+        if words := high_load(load):
+            say(f"busy machine: {words}: other programs take the cores, and the figures below mean little")
+        else:
+            warn_if_busy()
     for heading, generator in (("the target alone", plain), ("the target and its draft", assisted)):
         write(out, f"── {heading} ──\n", HEADING)
         write(out, text, PROMPT)

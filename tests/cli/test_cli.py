@@ -689,11 +689,12 @@ def test_a_reader_that_leaves_is_no_error(target: str) -> None:
 
 @pytest.fixture
 def pair(target: str, draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tiny models in place of the package's pair for code, and a short prompt for its demo."""
+    """The tiny models in place of the package's pair for code, a short prompt for its demo, and a quiet machine."""
     tiny = bundled_models.Pair("python-code", Path(target), Path(draft), {"target_parameters": 1234})
     bundled, code = bundled_models.pair, "python-code"
     monkeypatch.setattr(bundled_models, "pair", lambda name=code: tiny if name == code else bundled(name))
     monkeypatch.setattr("specdec.bench.prompts.pick_prompts", lambda *_: [PromptText("def f():\n", "code")])
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
 
 
 @pytest.mark.usefixtures("pair")
@@ -719,6 +720,11 @@ def test_a_demo_on_a_busy_machine(monkeypatch: pytest.MonkeyPatch, called: Any) 
     err = called("demo", "--max-new-tokens", "6").err
     assert err == f"busy machine: threads wait: {FEWER_THREADS}\n"
     assert called("demo", "--max-new-tokens", "6", "--quiet").err == ""
+    cores = os.cpu_count() or 1
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.6 * cores, 0.0, 0.0))  # (only threads that wait were told)
+    err = called("demo", "--max-new-tokens", "6").err
+    words = f"load {0.6 * cores:.1f} on {cores} cores at the start: other programs take the cores"
+    assert err == f"busy machine: {words}, and the figures below mean little\n"
 
 
 @pytest.mark.usefixtures("pair")
