@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import traceback
 import warnings
@@ -56,7 +57,10 @@ LLAMA_CPP = {
     **dict.fromkeys(("-m", "--model"), "the model is the first argument, TARGET"),
     **dict.fromkeys(("-md", "--model-draft"), "--draft FILE"),
     **dict.fromkeys(("-c", "--ctx-size"), "--context N of serve; elsewhere memory grows with the text"),
-    **dict.fromkeys(("-t", "--threads"), "OMP_NUM_THREADS=N before the command"),
+    **dict.fromkeys(
+        ("-t", "--threads", "-tb", "--threads-batch"),
+        "OMP_NUM_THREADS=N before the command, as in: OMP_NUM_THREADS=4 specdec",
+    ),
     **dict.fromkeys(("-ngl", "--n-gpu-layers"), "--device-map cuda, for all layers"),
     **{"-p": "-p of generate", "-f": '-p "$(cat FILE)" of generate', "-sys": "--system TEXT of generate"},
 }
@@ -111,13 +115,17 @@ def run_command(arguments: Sequence[str]) -> int:
 
 
 def _llama_cpp(arguments: Sequence[str], error: Exception) -> str | None:
-    """The flag of llama.cpp that the parser's error is about; the parser reads -md as -m, and -ngl as -n gl."""
+    """The flag of llama.cpp that the parser's error is about; the parser reads -md as -m, and -ngl as -n gl.
+
+    A flag's value may be part of its word, as in --threads=4 and -t4.
+    """
     name, opts = getattr(error, "option_name", None), getattr(getattr(error, "param", None), "opts", ())
+    words = (re.sub(r"=.*|(?<=^-\w)\d+$", "", word) for word in arguments)
 
     def is_meant(word: str) -> bool:
         return word.startswith(name) if name else len(word) > 2 and word[:2] in opts
 
-    return next((word for word in arguments if word in LLAMA_CPP and is_meant(word)), None)
+    return next((word for word in words if word in LLAMA_CPP and is_meant(word)), None)
 
 
 def _show_warning() -> Any:
