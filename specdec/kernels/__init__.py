@@ -2,7 +2,7 @@
 
 from specdec.kernels.blocks import BLOCKS, IN_FLOATS, pack_blocks
 from specdec.kernels.build import available, check, digest, folder, instructions, lack, try_again
-from specdec.kernels.kept import Lack
+from specdec.kernels.cache_files import Lack
 from specdec.kernels.ops import (
     ALIKE,
     attend,

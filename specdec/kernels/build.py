@@ -27,8 +27,8 @@ from pathlib import Path
 import torch
 
 from specdec.errors import UnsupportedError
-from specdec.kernels import kept
-from specdec.kernels.kept import Lack
+from specdec.kernels import cache_files
+from specdec.kernels.cache_files import Lack
 from specdec.options.fields import is_list, is_whole
 from specdec.options.versions import system_entries
 
@@ -82,12 +82,12 @@ def _lack() -> Lack | None:
     try:
         library = _library()
         try:
-            if not kept.is_intact(library):
-                with kept.alone(library.with_suffix(".lock"), _FOLDER):
-                    if not kept.is_intact(library):
+            if not cache_files.is_intact(library):
+                with cache_files.file_lock(library.with_suffix(".lock"), _FOLDER):
+                    if not cache_files.is_intact(library):
                         _build(library)
         except OSError as error:
-            raise kept.unwritable(library.parent, _FOLDER, error) from None
+            raise cache_files.unwritable(library.parent, _FOLDER, error) from None
         torch.ops.load_library(library)  # type: ignore[no-untyped-call]
     except Lack as missing:
         return missing
@@ -103,7 +103,7 @@ def _library() -> Path:
 def folder() -> Path:
     """The folder of libraries; raises Lack."""
     try:
-        return kept.cache_folder("kernels", _FOLDER)
+        return cache_files.cache_folder("kernels", _FOLDER)
     except RuntimeError:
         raise Lack("there is no home folder to keep them in", f"name one in {_FOLDER}") from None
 
@@ -153,7 +153,7 @@ def _build(library: Path) -> None:
     files = [os.path.realpath(path) for word in program if (path := shutil.which(word))]
     states = [(state.st_size, state.st_mtime_ns) for state in map(os.stat, files)]
     identity = f"{shlex.join(program)} {files} {states}"
-    failed = kept.failure(note)
+    failed = cache_files.failure(note)
     if failed[:1] != [identity]:
         # A warning, as the caller waits for it.
         _log.warning("building kernels for this processor, once: 20 to 60 seconds (%s)", library)
@@ -165,7 +165,7 @@ def _build(library: Path) -> None:
                 failed = [identity, *str(error).splitlines()]
                 note.write_text("\n".join([*failed, ""]), "utf-8")
             else:
-                kept.put(made, library)
+                cache_files.install(made, library)
                 note.unlink(missing_ok=True)
                 return
     way_out = "mend it, or name another compiler in CXX; specdec doctor tries again"

@@ -17,7 +17,7 @@ from specdec.bench.parts import Drafting, Mode
 from specdec.bench.suite import Cell
 from specdec.bench.systems import Systems
 from specdec.errors import LoadError
-from specdec.kernels import PackedLinear, kept
+from specdec.kernels import PackedLinear, cache_files
 from specdec.models import LanguageModel, load_model
 from specdec.models.loading import kept_weights, lighten
 from specdec.models.loading import load as load_module
@@ -202,7 +202,7 @@ def test_bounds(tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch, cap
     for age, folder in enumerate([*first, *second]):
         os.utime(folder / "source.txt", (10**9 + age, 10**9 + age))
     load(sources[0], **EIGHT)
-    size = kept.size(*first)
+    size = cache_files.size(*first)
     monkeypatch.setenv("SPECDEC_PACKED_BYTES", str(int(2.5 * size)))
     load(sources[2], **EIGHT)
     assert len(folders(root)) == 2
@@ -289,7 +289,7 @@ def test_a_lock_that_is_held(source: str, root: Path) -> None:
     """Whoever comes second leaves the folder to the first one. (It waited for the lock, also at its end.)"""
     folder = KeptWeights(source, Loading(**EIGHT)).folder
     assert folder is not None
-    with kept.alone(folder.with_suffix(".lock"), "SPECDEC_PACKED"):
+    with cache_files.file_lock(folder.with_suffix(".lock"), "SPECDEC_PACKED"):
         load(source, **EIGHT)
     assert not folders(root)
 
@@ -315,7 +315,7 @@ def test_a_file_that_another_process_deletes(tmp_path: Path, monkeypatch: pytest
     for name in ("a", "b"):
         (tmp_path / name).write_bytes(b"four")
     monkeypatch.setattr(os, "walk", lambda _: [(str(tmp_path), [], ["a", "gone", "b"])])
-    assert kept.size(tmp_path) == 8
+    assert cache_files.size(tmp_path) == 8
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma"])
@@ -337,7 +337,7 @@ def test_a_writer_that_was_killed(source: str, root: Path) -> None:
     for folder in (stale, busy, others):
         folder.mkdir(parents=True)
         (folder / "model.safetensors").write_bytes(b"half")
-    with kept.alone(busy.with_suffix(".lock"), "SPECDEC_PACKED"):
+    with cache_files.file_lock(busy.with_suffix(".lock"), "SPECDEC_PACKED"):
         load(source, **EIGHT)
     assert not stale.exists()
     assert busy.exists()

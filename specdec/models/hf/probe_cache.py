@@ -20,7 +20,7 @@ import torch
 import transformers
 
 from specdec import __version__
-from specdec.kernels.kept import cache_folder, unwritable
+from specdec.kernels.cache_files import cache_folder, unwritable
 
 _log = logging.getLogger(__name__)
 _FOLDER = "SPECDEC_PROBES"

@@ -29,7 +29,7 @@ import transformers
 
 from specdec import __version__, kernels
 from specdec.errors import LoadError, SpecdecError, UnsupportedError
-from specdec.kernels import kept
+from specdec.kernels import cache_files
 from specdec.models.backends.packed_layers import is_packed
 from specdec.models.gguf.reader import part_names
 from specdec.models.hf.private_api import cached
@@ -62,7 +62,7 @@ class KeptWeights:
     def __init__(self, name: str, how: Loading) -> None:
         self._name, self._how, self._began, self._most = name, how, perf_counter(), _most()
         self.folder, self._source, self._ended = None, "", 0.0
-        with suppress(OSError, ValueError, SpecdecError, kept.Lack):  # the load says what is wrong with its source
+        with suppress(OSError, ValueError, SpecdecError, kernels.Lack):  # the load says what is wrong with its source
             if self._most and kernels.available() and (source := _source(name, how)):
                 self._source = source
                 self.folder = _root() / hashlib.sha256(source.encode()).hexdigest()[:16]
@@ -113,12 +113,12 @@ class KeptWeights:
         with suppress(AttributeError, OSError):  # not on Linux
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         try:
-            if kept.is_held(lock := self.folder.with_suffix(".lock"), _FOLDER):
+            if cache_files.is_locked(lock := self.folder.with_suffix(".lock"), _FOLDER):
                 return
-            with kept.alone(lock, _FOLDER):
+            with cache_files.file_lock(lock, _FOLDER):
                 if not (self.folder / _MARK).exists():  # another process may have written it
                     self._put(packed)
-            kept.make_room(self.folder, _MARK, self._most, _FOLDER)
+            cache_files.make_room(self.folder, _MARK, self._most, _FOLDER)
         except Exception as error:  # disks, other processes and weights that change raise many kinds
             _log.info("packed weights are not kept: %s", error)
 
@@ -127,11 +127,11 @@ class KeptWeights:
         assert self.folder is not None
         part = self.folder.with_suffix(".part")
         for stale in part.parent.glob(f"{'?' * 16}.part"):  # processes that were killed left them
-            if stale == part or not kept.is_held(stale.with_suffix(".lock"), _FOLDER):
+            if stale == part or not cache_files.is_locked(stale.with_suffix(".lock"), _FOLDER):
                 shutil.rmtree(stale, ignore_errors=True)
         free = shutil.disk_usage(part.parent).free
         if free < 2 * packed.nbytes:
-            raise kept.Lack(f"{part.parent} has {free / 2**30:.1f} GiB free", f"name another folder in {_FOLDER}")
+            raise kernels.Lack(f"{part.parent} has {free / 2**30:.1f} GiB free", f"name another folder in {_FOLDER}")
         part.mkdir()
         try:
             packed.write(part, self._check)
@@ -146,7 +146,7 @@ class KeptWeights:
         if not threading.main_thread().is_alive():
             self._ended = self._ended or perf_counter()
             if perf_counter() - self._ended > _EXIT_SECONDS:
-                raise kept.Lack("the program ended before", "")
+                raise kernels.Lack("the program ended before", "")
 
 
 @contextmanager
@@ -163,7 +163,7 @@ def packed_weights() -> str:
     """The count, place and size of all packed folders, in words; raises Lack."""
     root = _root()
     folders = [path.parent for path in root.glob(f"*/{_MARK}")]
-    return f"of {len(folders)} models in {root}, {sum(map(kept.size, folders)) / 2**30:.1f} GiB"
+    return f"of {len(folders)} models in {root}, {sum(map(cache_files.size, folders)) / 2**30:.1f} GiB"
 
 
 def _most() -> int:

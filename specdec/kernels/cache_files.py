@@ -39,14 +39,14 @@ def failure(file: Path) -> list[str]:
         return []
 
 
-def put(made: Path, place: Path) -> None:
+def install(file: Path, place: Path) -> None:
     """Moves a file to its place, and writes its digest beside it."""
-    place.with_name(f"{place.name}.sha256").write_text(_digest(made))
-    os.replace(made, place)
+    place.with_name(f"{place.name}.sha256").write_text(_digest(file))
+    os.replace(file, place)
 
 
 def is_intact(place: Path) -> bool:
-    """Whether a file is as `put` left it: a truncated library would crash the process."""
+    """Whether a file is as `install` left it: a truncated library would crash the process."""
     try:
         return place.with_name(f"{place.name}.sha256").read_text() == _digest(place)
     except (OSError, UnicodeDecodeError):
@@ -54,23 +54,23 @@ def is_intact(place: Path) -> bool:
 
 
 @contextmanager
-def alone(path: Path, variable: str) -> Iterator[None]:
+def file_lock(path: Path, variable: str) -> Iterator[None]:
     """Context for one process at a time; the others wait for the lock on file `path`.
 
     Raises Lack if the folder, which environment `variable` names, cannot be written to.
     """
     import fcntl  # not on Windows
 
-    with _opened(path, variable) as file:
+    with _lock_file(path, variable) as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # released by closing it
         yield
 
 
-def is_held(path: Path, variable: str) -> bool:
-    """Whether a process has the lock of `alone`; raises Lack as that does."""
+def is_locked(path: Path, variable: str) -> bool:
+    """Whether a process holds `file_lock` of this path; raises Lack as `file_lock` does."""
     import fcntl
 
-    with _opened(path, variable) as file:
+    with _lock_file(path, variable) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # others may ask at the same time
         except BlockingIOError:
@@ -78,7 +78,7 @@ def is_held(path: Path, variable: str) -> bool:
     return False
 
 
-def _opened(path: Path, variable: str) -> IO[str]:
+def _lock_file(path: Path, variable: str) -> IO[str]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         return path.open("w")
@@ -105,13 +105,13 @@ def size(folder: Path) -> int:
 def make_room(new: Path, mark: str, most: int, variable: str) -> None:
     """Deletes folders beside `new` whose file `mark` is the oldest, until all take `most` bytes; never `new` itself.
 
-    Folders without that file are not ours, and a folder whose lock (`alone`) is held stays.
+    Folders without that file are not ours, and a folder whose lock (`file_lock`) is held stays.
     """
     used = {path.parent: path.stat().st_mtime for path in new.parent.glob(f"*/{mark}")}
     sizes = {folder: size(folder) for folder in used}
     surplus = sum(sizes.values()) - most
     for folder in sorted(set(used) - {new}, key=lambda one: used[one]):
-        if surplus > 0 and not is_held(folder.with_suffix(".lock"), variable):
+        if surplus > 0 and not is_locked(folder.with_suffix(".lock"), variable):
             shutil.rmtree(folder, ignore_errors=True)
             surplus -= sizes[folder]
 
