@@ -14,7 +14,7 @@ from specdec.kernels.packed_linear import PackedLinear
 
 
 class _Kind(NamedTuple):
-    """What becomes of a kind of blocks: the fields of `Quantized`."""
+    """How a kind of blocks is packed: values for the fields of `Quantized`."""
 
     bits: int = 4
     part: int = 32
@@ -43,7 +43,7 @@ BLOCKS = {
 }
 """The kinds of blocks that are packed, by their names in GGUF."""
 IN_FLOATS = {"Q4_0", "Q4_1", "Q8_0"}
-"""Those that can also be multiplied by rows that are not rounded."""
+"""The kinds that can also be multiplied by rows that are not rounded."""
 
 
 def pack_blocks(
@@ -51,19 +51,19 @@ def pack_blocks(
 ) -> PackedLinear:
     """A layer over the blocks `raw`, uint8 `[outputs, bytes of a row]`, of a kind in `BLOCKS`.
 
-    `order`: the rows of `raw` that are outputs, in their order; by default all. Needs `specdec.kernels.available`.
+    `order`: the rows of `raw` in the order of the outputs; by default all rows. Needs `specdec.kernels.available`.
     """
     kind, outputs = BLOCKS[name], len(raw if order is None else order)
-    parts, room = inputs // kind.part, partial(pages.blocks, outputs)
+    parts, empty = inputs // kind.part, partial(pages.blocks, outputs)
     wide = kind.bits == 8
-    of_scales = torch.int8 if kind.has_steps else kind.scales
-    held = {
-        "packed": room((inputs // (4 if wide else 8), BLOCK, 4), torch.int8 if wide else torch.uint8),
-        "high": room((parts, BLOCK), torch.int32) if kind.bits in (5, 6) else None,
-        "scales": room((parts, BLOCK), of_scales),
-        "mins": room((parts, BLOCK), of_scales) if kind.has_mins else None,
-        "steps": room((inputs // 256, 2, BLOCK), torch.float16) if kind.has_steps else None,
+    scale_dtype = torch.int8 if kind.has_steps else kind.scales
+    tensors: dict[str, Tensor | None] = {
+        "packed": empty((inputs // (4 if wide else 8), BLOCK, 4), torch.int8 if wide else torch.uint8),
+        "high": empty((parts, BLOCK), torch.int32) if kind.bits in (5, 6) else None,
+        "scales": empty((parts, BLOCK), scale_dtype),
+        "mins": empty((parts, BLOCK), scale_dtype) if kind.has_mins else None,
+        "steps": empty((inputs // 256, 2, BLOCK), torch.float16) if kind.has_steps else None,
     }
-    ops.pack_blocks(raw, order, name, *held.values())
-    held["levels"] = torch.tensor(kind.levels, dtype=torch.int8, device="cpu") if kind.levels else None
-    return PackedLinear.of(held, outputs, inputs, f"int{kind.bits}", rounds=rounds)
+    ops.pack_blocks(raw, order, name, *tensors.values())
+    tensors["levels"] = torch.tensor(kind.levels, dtype=torch.int8, device="cpu") if kind.levels else None
+    return PackedLinear.of(tensors, outputs, inputs, f"int{kind.bits}", rounds=rounds)

@@ -42,7 +42,7 @@ _FOLDER = "SPECDEC_KERNELS"
 _LOADING = threading.Lock()
 
 
-class _Failed(Exception):
+class _CompilerError(Exception):
     """The compiler's error, in one line."""
 
 
@@ -51,22 +51,22 @@ def available() -> bool:
 
     Logs once why they cannot.
     """
-    missing = lack()
-    if missing is not None:
-        _tell(missing)
-    return missing is None
+    reason = lack()
+    if reason is not None:
+        _report(reason)
+    return reason is None
 
 
 @cache
-def _tell(missing: Lack) -> None:
-    if missing.way_out:  # otherwise the user cannot change it
-        _log.warning("no kernels, so passes and sampling on the CPU are slower: %s", missing)
+def _report(reason: Lack) -> None:
+    if reason.way_out:  # otherwise the user cannot change it
+        _log.warning("no kernels, so passes and sampling on the CPU are slower: %s", reason)
 
 
 def check(what: str, otherwise: str = "leave it out") -> None:
     """Raises UnsupportedError for `what` if the kernels cannot be used; `otherwise` is the way out without them."""
-    if missing := lack():
-        raise UnsupportedError(f"{what} needs kernels, and {missing}; without them, {otherwise}")
+    if reason := lack():
+        raise UnsupportedError(f"{what} needs kernels, and {reason}; without them, {otherwise}")
 
 
 def lack() -> Lack | None:
@@ -89,8 +89,8 @@ def _lack() -> Lack | None:
         except OSError as error:
             raise cache_files.unwritable(library.parent, _FOLDER, error) from None
         torch.ops.load_library(library)  # type: ignore[no-untyped-call]
-    except Lack as missing:
-        return missing
+    except Lack as reason:
+        return reason
     except OSError as error:
         return Lack(f"they cannot be loaded ({_line(error)})", f"delete {library}, and they are built again")
     return None
@@ -124,9 +124,9 @@ def instructions() -> str:
 
 
 def measured(what: str, count: int, measure: Callable[[], list[int]]) -> list[int]:
-    """The `count` numbers that `measure` finds of `what`: once per library and number of threads, for all processes.
+    """The `count` numbers that `measure` returns for `what`, measured once per library and number of threads.
 
-    So a choice by speed is the same in each of them, and texts stay what they were.
+    All processes read them from a file, so they make the same choice by speed, and texts stay what they were.
     """
     name = f"measured-{digest()}-{torch.get_num_threads()}-{what}.json"
     with suppress(Lack, OSError, ValueError):
@@ -153,59 +153,59 @@ def _build(library: Path) -> None:
     files = [os.path.realpath(path) for word in program if (path := shutil.which(word))]
     states = [(state.st_size, state.st_mtime_ns) for state in map(os.stat, files)]
     identity = f"{shlex.join(program)} {files} {states}"
-    failed = cache_files.failure(note)
-    if failed[:1] != [identity]:
+    failure = cache_files.failure(note)
+    if failure[:1] != [identity]:
         # A warning, as the caller waits for it.
         _log.warning("building kernels for this processor, once: 20 to 60 seconds (%s)", library)
         with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-            made = Path(folder) / library.name
+            binary = Path(folder) / library.name
             try:
-                _make(made, program)
-            except _Failed as error:
-                failed = [identity, *str(error).splitlines()]
-                note.write_text("\n".join([*failed, ""]), "utf-8")
+                _compile(binary, program)
+            except _CompilerError as error:
+                failure = [identity, *str(error).splitlines()]
+                note.write_text("\n".join([*failure, ""]), "utf-8")
             else:
-                cache_files.install(made, library)
+                cache_files.install(binary, library)
                 note.unlink(missing_ok=True)
                 return
     way_out = "mend it, or name another compiler in CXX; specdec doctor tries again"
-    raise Lack(f"{shlex.join(program)} could not build them ({''.join(failed[1:2])})", way_out)
+    raise Lack(f"{shlex.join(program)} could not build them ({''.join(failure[1:2])})", way_out)
 
 
-def _make(library: Path, program: Sequence[str]) -> None:
+def _compile(library: Path, program: Sequence[str]) -> None:
     """Compiles all sources in parallel, and links them."""
     root = Path(torch.__file__).parent
     headers = [f"-I{root / 'include'}", f"-I{root / 'include' / 'torch' / 'csrc' / 'api' / 'include'}"]
     objects = [str(library.with_name(f"{source.stem}.o")) for source in _SOURCES]
     with ThreadPoolExecutor() as pool:
-        compiled = [
+        jobs = [
             pool.submit(_run, [*program, *_FLAGS, *headers, "-c", str(source), "-o", to])
             for source, to in zip(_SOURCES, objects, strict=True)
         ]
-        for one in compiled:
-            one.result()
+        for job in jobs:
+            job.result()
     _run([*program, *_FLAGS, "-shared", *objects, "-o", str(library), f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10"])
 
 
 def _run(command: list[str]) -> None:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_SECONDS)
+        result = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_SECONDS)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise _Failed(_line(error)) from None
-    if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if "error" in line] or [f"exit code {done.returncode}"]
-        raise _Failed(_line(lines[0]))
+        raise _CompilerError(_line(error)) from None
+    if result.returncode:
+        lines = [line for line in result.stderr.splitlines() if "error" in line] or [f"exit code {result.returncode}"]
+        raise _CompilerError(_line(lines[0]))
 
 
 def compiler() -> list[str]:
     """The C++ compiler and its arguments: `$CXX`, or the first that exists; raises Lack."""
-    named = os.environ.get("CXX")
+    setting = os.environ.get("CXX")
     with suppress(ValueError):  # unbalanced quotes
-        for words in ([named], shlex.split(named)) if named else ([name] for name in _COMPILERS):
-            if words and (found := shutil.which(words[0])):
-                return [found, *words[1:]]
-    if named:
-        raise Lack(f"CXX names {named}, which is not here", "name a C++ compiler, or unset it")
+        for words in ([setting], shlex.split(setting)) if setting else ([name] for name in _COMPILERS):
+            if words and (program := shutil.which(words[0])):
+                return [program, *words[1:]]
+    if setting:
+        raise Lack(f"CXX names {setting}, which is not here", "name a C++ compiler, or unset it")
     raise Lack(f"there is no C++ compiler ({', '.join(_COMPILERS)})", "apt install g++, or name one in CXX")
 
 

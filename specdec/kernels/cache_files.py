@@ -103,14 +103,14 @@ def size(folder: Path) -> int:
 
 
 def make_room(new: Path, mark: str, most: int, variable: str) -> None:
-    """Deletes folders beside `new` whose file `mark` is the oldest, until all take `most` bytes; never `new` itself.
+    """Deletes folders beside `new`, those with the oldest file `mark` first, until all folders take `most` bytes.
 
-    Folders without that file are not ours, and a folder whose lock (`file_lock`) is held stays.
+    The folder `new` stays, and so do folders without a file `mark`, which are not ours, and locked ones (`file_lock`).
     """
-    used = {path.parent: path.stat().st_mtime for path in new.parent.glob(f"*/{mark}")}
-    sizes = {folder: size(folder) for folder in used}
+    times = {path.parent: path.stat().st_mtime for path in new.parent.glob(f"*/{mark}")}
+    sizes = {folder: size(folder) for folder in times}
     surplus = sum(sizes.values()) - most
-    for folder in sorted(set(used) - {new}, key=lambda one: used[one]):
+    for folder in sorted(set(times) - {new}, key=times.__getitem__):
         if surplus > 0 and not is_locked(folder.with_suffix(".lock"), variable):
             shutil.rmtree(folder, ignore_errors=True)
             surplus -= sizes[folder]

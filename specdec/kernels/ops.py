@@ -23,15 +23,15 @@ _LIBRARY = torch.library.Library("specdec", "FRAGMENT")  # type: ignore[no-untyp
 _WEIGHT = "Tensor weight, Tensor? factors, Tensor? scales, Tensor? mins"
 _INTEGERS = "Tensor weight, Tensor? high, Tensor? factors, Tensor? scales, Tensor? mins, Tensor? steps, Tensor? levels"
 _LIBRARY.define(f"dots(Tensor x, {_INTEGERS}, Tensor? bias, int outputs, int way=0, int likely=0) -> Tensor")  # type: ignore[no-untyped-call]
-_OF_EXPERTS = "Tensor? bias, int outputs, int way, bool rounds"
-_LIBRARY.define(f"expert_linear(Tensor x, Tensor experts, {_INTEGERS}, {_OF_EXPERTS}) -> Tensor")  # type: ignore[no-untyped-call]
+_EXPERT_OPTIONS = "Tensor? bias, int outputs, int way, bool rounds"
+_LIBRARY.define(f"expert_linear(Tensor x, Tensor experts, {_INTEGERS}, {_EXPERT_OPTIONS}) -> Tensor")  # type: ignore[no-untyped-call]
 _LIBRARY.define(f"packed_linear(Tensor x, {_WEIGHT}, Tensor? bias, int outputs, int way=0) -> Tensor")  # type: ignore[no-untyped-call]
 _LIBRARY.define(f"packed_rows(Tensor ids, {_INTEGERS}, int inputs) -> Tensor")  # type: ignore[no-untyped-call]
 _LIBRARY.define("set_ways(ScalarType weight, bool grouped, bool wide, int tiles, int unpacked) -> ()")  # type: ignore[no-untyped-call]
-_OUT = "Tensor(a!) packed, Tensor(b!)? high, Tensor(c!) scales, Tensor(d!)? mins, Tensor(e!)? steps"
-_LIBRARY.define(f"pack_blocks(Tensor raw, Tensor? rows, str name, {_OUT}) -> ()")  # type: ignore[no-untyped-call]
-_ROUNDED = "Tensor(a!) packed, Tensor(b!) factors, Tensor(c!)? scales, Tensor(d!)? mins"
-_LIBRARY.define(f"round_weight(Tensor weight, {_ROUNDED}) -> ()")  # type: ignore[no-untyped-call]
+_BLOCK_OUTPUTS = "Tensor(a!) packed, Tensor(b!)? high, Tensor(c!) scales, Tensor(d!)? mins, Tensor(e!)? steps"
+_LIBRARY.define(f"pack_blocks(Tensor raw, Tensor? rows, str name, {_BLOCK_OUTPUTS}) -> ()")  # type: ignore[no-untyped-call]
+_ROUNDED_OUTPUTS = "Tensor(a!) packed, Tensor(b!) factors, Tensor(c!)? scales, Tensor(d!)? mins"
+_LIBRARY.define(f"round_weight(Tensor weight, {_ROUNDED_OUTPUTS}) -> ()")  # type: ignore[no-untyped-call]
 _LIBRARY.define("set_floats(int rows) -> ()")  # type: ignore[no-untyped-call]
 _LIBRARY.define("has_tiles() -> bool")  # type: ignore[no-untyped-call]
 _BUFFERS = "Tensor(a!) key_buffer, Tensor(b!) value_buffer"
@@ -82,13 +82,13 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, nodes: Tensor, scale: 
     """Attention of tokens `[1, heads, tokens, width]` over a cache; returns `[1, tokens, heads, width of a value]`.
 
     `keys` and `values` are `[rows, kv heads, capacity, width]` with a dense last dimension. The dimension before it may
-    be the dense one of `keys`, which is fastest for tokens that see one range. `heads` is a multiple of `kv heads`.
-    float32 or bfloat16, all alike; sums are float32.
+    be the dense one of `keys`, which is fastest for tokens that see one range. `heads` is a multiple of `kv heads`. All
+    tensors are float32, or all bfloat16; sums are float32.
 
     `nodes`, int32 `[tokens, 4 + words]` or `[1, 1, tokens, 4 + words]`, has for each token: row, column (where
     `store_nodes` writes it), first, base, and words of 32 bits. The token sees the columns from `first` to before
-    `base`, and `base + 32 * w + j` where bit j of word w is set. It sees itself only if its column is among these. A
-    token that sees nothing gets zeros. Unseen columns do not matter, not even if they hold NaN.
+    `base`, and `base + 32 * w + j` where bit j of word w is set; a token whose column is not one of these does not see
+    itself. A token that sees nothing gets zeros. Unseen columns do not matter, not even if they hold NaN.
 
     `softcap` bounds scores as in Gemma 2 (arXiv:2408.00118, section 2), 0 does not; `sinks` `[heads]` are scores
     without a value, as in GPT-OSS. `biases` `[heads, distances]` are added to scores as in T5 (arXiv:1910.10683,
@@ -112,10 +112,10 @@ def gumbel_draws(scores: Tensor, addresses: Sequence[int]) -> Tensor:
 def best_token(scores: Tensor, filters: Sequence[tuple[str, Sequence[float]]]) -> int:
     """The first token with the largest of `scores` `[vocab]` after filters, names and numbers as filters.h reads them.
 
-    -1: all scores are -inf then.
+    -1: the filters leave no score above -inf.
     """
-    numbers = [number for _, of_filter in filters for number in of_filter]
-    counts = [len(of_filter) for _, of_filter in filters]
+    numbers = [number for _, values in filters for number in values]
+    counts = [len(values) for _, values in filters]
     return torch.ops.specdec.best_token.default(scores, [name for name, _ in filters], numbers, counts)
 
 
@@ -124,14 +124,14 @@ def signed(address: int) -> int:
     return address - (1 << 64) if address >> 63 else address
 
 
-def passes(inputs: int, sizes: Sequence[Sequence[int]], held: Sequence[Tensor]) -> Any:
-    """Passes of `inputs` tensors, which read the tensors `held`, too; needs `specdec.kernels.available`.
+def passes(inputs: int, sizes: Sequence[Sequence[int]], constants: Sequence[Tensor]) -> Any:
+    """Passes over `inputs` tensors of each pass, and `constants`; needs `specdec.kernels.available`.
 
-    `sizes` change from pass to pass: an input's number, and a dimension. `add(...)` adds calls of operators in order,
-    and `end(values)` says what a pass returns. Then `run(inputs)` runs a pass, and `draft_chain(...)` drafts chains.
-    passes.cpp lists the arguments.
+    `sizes`: the sizes that change from pass to pass, each by an input's number and a dimension. `add(...)` adds calls
+    of operators in order, and `end(values)` says what a pass returns. Then `run(inputs)` runs a pass, and
+    `draft_chain(...)` drafts chains. passes.cpp lists the arguments.
     """
-    return torch.classes.specdec.Passes(inputs, sizes, held)
+    return torch.classes.specdec.Passes(inputs, sizes, constants)
 
 
 def part(kind: str, *options: object) -> Any:
@@ -167,13 +167,16 @@ _LIBRARY.impl("packed_rows", _packed_rows, "CompositeImplicitAutograd")  # type:
 keep_top = torch.ops.specdec.keep_top.default
 """`(scores, k, p, least)`: a copy of `scores` `[rows, vocab]` float32, on the CPU, with -inf for what does not stay.
 
-The `k` largest stay with all ties of the last (0 keeps all), then of those all that have less than the mass `p` before
-them, the highest ids first among equals, and at least `least` (arXiv 1904.09751). Rows with NaN or infinity stay.
+First the `k` largest stay, with all ties of the last of them (0 keeps all). Of these, in descending order and the
+highest ids first among equals, a score stays if the scores before it have less than the mass `p` (arXiv 1904.09751). At
+least `least` scores stay, and rows with NaN or infinity stay as they are.
 """
 
 attend_frames = torch.ops.specdec.attend_frames.default
-"""`(queries, keys, values, scale)`, each float32 or bfloat16 `[rows, heads, frames, width]`: attention of frames that
-all see one another, `[rows, frames, heads, width]`. Raises ValueError for arguments that do not fit."""
+"""`(queries, keys, values, scale)`: attention `[rows, frames, heads, width]` of frames that all see one another.
+
+The tensors are float32 or bfloat16 `[rows, heads, frames, width]`. Raises ValueError for arguments that do not fit.
+"""
 
 gelu = torch.ops.specdec.gelu.default
 """`(x)`: GELU of bfloat16 `x`, as exact as bfloat16. Raises ValueError for another dtype."""
@@ -191,8 +194,8 @@ dots = torch.ops.specdec.dots.default
 rounded to 8 bits, to `[..., outputs]`.
 
 The weight is packed (`packed_layout.py`; dots.cpp has the shapes). A row's result does not depend on its neighbours,
-bit for bit; FASTEST, not ALIKE, may multiply many rows in floats. With `likely`, a multiple of 32, a row whose first so
-many outputs hold one with at least 0.9 of their softmax gets -inf for all others, whose weights are then not read.
+bit for bit; FASTEST, not ALIKE, may multiply many rows in floats. `likely` is a multiple of 32: where one of a row's
+first `likely` outputs has at least 0.9 of their softmax, all later outputs are -inf, and their weights are not read.
 Raises ValueError for arguments that do not fit.
 """
 
@@ -201,8 +204,8 @@ expert_linear = torch.ops.specdec.expert_linear.default
 `[rows, inputs]` times the weight of one of the `experts` int64 `[rows]`, to `[rows, outputs]`.
 
 The weights of all experts lie one behind the other, each in whole blocks; `factors` and `bias` have an entry for each
-output of these blocks. Only the weights of `experts` are read. Rows are rounded as by `dots` if it `rounds`, else
-multiplied as by `packed_linear`. Raises ValueError for arguments that do not fit.
+output of these blocks. Only the weights of `experts` are read. With `rounds`, rows are rounded as by `dots`, else they
+are multiplied as by `packed_linear`. Raises ValueError for arguments that do not fit.
 """
 
 pack_blocks = torch.ops.specdec.pack_blocks.default
@@ -217,12 +220,14 @@ set_floats = torch.ops.specdec.set_floats.default
 """`(rows)`: from how many rows on `dots` multiplies 8 and 4 bits in floats if its way is FASTEST."""
 
 FASTEST, ALIKE, VECTORS, TILES, UNPACKED = range(5)
-"""Ways to multiply, as linear.cpp names them: as is the fastest for this number of rows, in one way for all numbers of
-rows, by the processor's vectors, by its tiles (AMX), over the weight unpacked."""
+"""Ways to multiply, as linear.cpp names them: the fastest way for this number of rows, one way for all numbers of rows,
+the processor's vectors, its tiles (AMX), the unpacked weight."""
 
 set_ways = torch.ops.specdec.set_ways.default
-"""`(weight, grouped, wide, tiles, unpacked)`: from how many rows on a weight of this dtype is FASTEST by tiles and
-unpacked, with `scales` if `grouped`, for rows in float32 if `wide`, else in bfloat16."""
+"""`(weight, grouped, wide, tiles, unpacked)`: from how many rows on FASTEST means tiles, and the unpacked weight.
+
+This is for weights of the dtype `weight`, with `scales` if `grouped`, and rows in float32 if `wide`, else in bfloat16.
+"""
 
 has_tiles = torch.ops.specdec.has_tiles.default
 """Whether the processor has tiles (AMX), and the system lets this process use them."""

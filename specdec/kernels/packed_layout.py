@@ -1,7 +1,7 @@
 """The layout of packed weights: blocks of 32 outputs, in them chunks of 128 bytes (see linear.cpp).
 
 A packed tensor is `[blocks, chunks, 32, columns of a chunk]`; 4 bits have two columns in a byte, so that the last
-dimension is 4. Of integers with 5 and 6 bits, the upper bits lie apart (`high_rows`).
+dimension is 4. The upper bits of integers with 5 and 6 bits lie in another tensor (`high_rows`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _BACK = [0, 2, 4, 6, 1, 3, 5, 7]
 
 
 def packed(values: Tensor, dtype: torch.dtype, multiple: int = 1) -> Tensor:
-    """Packs `values` `[outputs, inputs]` as `dtype`, which is theirs or, for the lower 4 bits of int8, uint8.
+    """Packs `values` `[outputs, inputs]`; `dtype` is the dtype of `values`, or uint8 for the lower 4 bits of int8.
 
     Pads inputs with zeros to whole chunks, and to a multiple of `multiple`.
     """
@@ -34,7 +34,7 @@ def packed(values: Tensor, dtype: torch.dtype, multiple: int = 1) -> Tensor:
 
 
 def _padded(values: Tensor, multiple: int, aligned: int) -> Tensor:
-    """Whole blocks with a multiple of so many columns."""
+    """The values with zeros up to whole blocks and a `multiple` of columns; in memory they begin `aligned`."""
     padding = 0, -values.shape[1] % multiple, 0, -values.shape[0] % BLOCK
     copies = any(padding) or values.storage_offset() % aligned
     return (F.pad(values, padding) if copies else values).contiguous()
@@ -43,8 +43,8 @@ def _padded(values: Tensor, multiple: int, aligned: int) -> Tensor:
 def high_rows(high: Tensor, ids: Tensor, columns: int, inputs: int) -> Tensor:
     """The bits above the fourth, int8 `[n, inputs]`, of the outputs `ids` `[n]`.
 
-    `high` is int32 `[blocks, parts, 32]`: of 32 columns (5 bits) or 16 (6 bits). In byte b of a number, bit `extra * i`
-    and `extra` bits from there are those of column b of four columns i, in the order in which chunks hold columns.
+    `high` is int32 `[blocks, parts, 32]`; a number has the bits of 32 columns (5 bits) or 16 (6 bits). In its byte b,
+    the `extra` bits from bit `extra * i` on belong to column b of four columns i, in the order of columns in a chunk.
     """
     extra = 32 * high.shape[1] // columns
     part = 32 // extra
@@ -64,12 +64,12 @@ def rows(packed: Tensor, ids: Tensor, inputs: int) -> Tensor:
     return values.flatten(1)[:, :inputs]
 
 
-def packed_groups(of_groups: Tensor | None) -> Tensor | None:
+def packed_groups(values: Tensor | None) -> Tensor | None:
     """Scales or mins `[outputs, groups]` as `[blocks, groups, 32]`; None stays None."""
-    if of_groups is None:
+    if values is None:
         return None
-    whole = F.pad(of_groups, (0, 0, 0, -len(of_groups) % BLOCK))
-    return whole.view(-1, BLOCK, of_groups.shape[1]).transpose(1, 2).contiguous()
+    whole = F.pad(values, (0, 0, 0, -len(values) % BLOCK))
+    return whole.view(-1, BLOCK, values.shape[1]).transpose(1, 2).contiguous()
 
 
 def groups_of(packed: Tensor | None, ids: Tensor) -> Tensor | None:

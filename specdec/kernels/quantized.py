@@ -33,13 +33,15 @@ class Quantized:
 
     @property
     def tensors(self) -> dict[str, Any]:
-        """Its tensors by name that have outputs as their first dimension."""
+        """The tensors, by name, whose first dimension is outputs."""
         return {name: getattr(self, name) for name in ("values", "scales", "mins", "steps", "factors")}
 
     def rows(self, ids: Tensor) -> Quantized:
         """The outputs `ids` `[n]` alone."""
-        picked: dict[str, Any] = {name: None if one is None else one[ids] for name, one in self.tensors.items()}
-        return replace(self, **picked)
+        fields: dict[str, Any] = {
+            name: None if tensor is None else tensor[ids] for name, tensor in self.tensors.items()
+        }
+        return replace(self, **fields)
 
     def weight(self) -> Tensor:
         """The weight as float32 `[outputs, inputs]`."""
@@ -53,10 +55,10 @@ class Quantized:
             weight += self._wide(self.mins if multiples is None else self.mins * multiples.float(), 1)
         return weight if self.factors is None else weight.mul_(self.factors[:, None])
 
-    def _wide(self, of_groups: Tensor, which: int) -> Tensor:
-        """Scales or mins, times their steps, for each input."""
-        inputs, floats = self.values.shape[1], of_groups.float()
+    def _wide(self, groups: Tensor, step: int) -> Tensor:
+        """Scales (step 0) or mins (step 1) `[outputs, groups]`, times their steps, for each input."""
+        inputs, floats = self.values.shape[1], groups.float()
         if self.steps is not None:
-            floats *= self.steps[:, :, which].float().repeat_interleave(floats.shape[1] // self.steps.shape[1], 1)
-        size = GROUP if of_groups.shape[1] == -(-inputs // GROUP) else GROUP // 2
+            floats *= self.steps[:, :, step].float().repeat_interleave(floats.shape[1] // self.steps.shape[1], 1)
+        size = GROUP if groups.shape[1] == -(-inputs // GROUP) else GROUP // 2
         return floats.repeat_interleave(size, 1)[:, :inputs]

@@ -22,15 +22,15 @@ def round_weight(weight: Tensor, bits: int, bias: Tensor | None = None, *, round
     """
     weight = weight.detach().contiguous()
     outputs, inputs = weight.shape
-    groups, wide, room = -(-inputs // GROUP), bits == 8, partial(pages.blocks, outputs)
-    held: dict[str, Tensor | None] = {
-        "packed": room((groups * GROUP // (4 if wide else 8), BLOCK, 4), torch.int8 if wide else torch.uint8),
+    groups, wide, empty = -(-inputs // GROUP), bits == 8, partial(pages.blocks, outputs)
+    tensors: dict[str, Tensor | None] = {
+        "packed": empty((groups * GROUP // (4 if wide else 8), BLOCK, 4), torch.int8 if wide else torch.uint8),
         "factors": torch.empty(outputs, dtype=torch.float32, device="cpu"),
-        "scales": None if wide else room((groups, BLOCK), torch.float16),
-        "mins": None if wide else room((groups, BLOCK), torch.float16),
+        "scales": None if wide else empty((groups, BLOCK), torch.float16),
+        "mins": None if wide else empty((groups, BLOCK), torch.float16),
     }
-    ops.round_weight(weight if weight.dtype == torch.bfloat16 else weight.float(), *held.values())
-    held["bias"] = None if bias is None else bias.detach().float().contiguous()
-    layer = PackedLinear.of(held, outputs, inputs, f"int{bits}", rounds=rounds)
+    ops.round_weight(weight if weight.dtype == torch.bfloat16 else weight.float(), *tensors.values())
+    tensors["bias"] = None if bias is None else bias.detach().float().contiguous()
+    layer = PackedLinear.of(tensors, outputs, inputs, f"int{bits}", rounds=rounds)
     measure_ways(layer.kind, layer.scales is not None, rounds)
     return layer

@@ -578,7 +578,7 @@ def test_what_is_missing_is_one_line(called: Any, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(build, "_lack", lambda: missing)
     writing = "generate", "zoo:python-code", "--draft", "none", "-p", "def", "--max-new-tokens", "2"
     for words in (["--quiet"], []):
-        build._tell.cache_clear()
+        build._report.cache_clear()
         note = "" if words else f"note: no kernels, so passes and sampling on the CPU are slower: {missing}\n"
         assert called(*writing, *words).err == note
 

@@ -497,7 +497,7 @@ def told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
         monkeypatch.setattr(build, "_lack", cache(lack))  # as in a new process
-        build._tell.cache_clear()
+        build._report.cache_clear()
         caplog.clear()
         assert [build.available() for _ in "ab"] == [gets_it, gets_it]
         return [*caplog.messages]
