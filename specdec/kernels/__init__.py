@@ -22,7 +22,7 @@ from specdec.kernels.ops import (
 )
 from specdec.kernels.packed_linear import (
     FLOATS,
-    HELD,
+    LAYER_TENSORS,
     PackedLinear,
     Weight,
     best_seconds,
@@ -39,8 +39,8 @@ __all__ = [
     "ALIKE",
     "BLOCKS",
     "FLOATS",
-    "HELD",
     "IN_FLOATS",
+    "LAYER_TENSORS",
     "Lack",
     "PackedLinear",
     "Weight",

@@ -1,8 +1,8 @@
 // Parts of layers of the Llama family, and layers of Whisper's decoder, each as one call: what stands between two linear
 // layers.
 //
-// A part computes what transformers' module does, with the same roundings: sums and exponentials are torch's own, all
-// else rounds after every operation, as tensors do (-ffp-contract=off). So results are equal, bit for bit.
+// A part computes what transformers' module does, with the same roundings: torch computes sums and exponentials, and
+// all other operations round their results, as tensors do (-ffp-contract=off). So results are equal, bit for bit.
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
@@ -33,7 +33,7 @@ constexpr int64_t GRAIN = 1 << 15;  // numbers that are not worth a second threa
 inline float wide(float number) { return number; }
 inline float wide(c10::BFloat16 number) { return std::bit_cast<float>(static_cast<uint32_t>(number.x) << 16); }
 
-// As a tensor of T holds the number: without branches, so that compilers make vectors of it.
+// The number rounded to T: without branches, so that compilers make vectors of it.
 template <class T>
 inline T narrow(float number) {
   if constexpr (std::is_same_v<T, float>) return number;
@@ -54,16 +54,17 @@ auto by_type(const at::Tensor& x, Work work) {
 }
 
 struct Linear : torch::CustomClassHolder {
-  std::vector<Maybe> held;  // as `HELD` of packed_linear.py names them
+  std::vector<Maybe> tensors;  // as `LAYER_TENSORS` of packed_linear.py names them
   int64_t outputs, way, likely;
   bool rounds;
 
-  Linear(std::vector<Maybe> held, int64_t outputs, int64_t way, int64_t likely, bool rounds)
-      : held(std::move(held)), outputs(outputs), way(way), likely(likely), rounds(rounds) {
-    TORCH_CHECK_VALUE(this->held.size() == 8 && this->held[0], "`held` must be eight tensors or None, the first a weight");
+  Linear(std::vector<Maybe> tensors, int64_t outputs, int64_t way, int64_t likely, bool rounds)
+      : tensors(std::move(tensors)), outputs(outputs), way(way), likely(likely), rounds(rounds) {
+    TORCH_CHECK_VALUE(this->tensors.size() == 8 && this->tensors[0],
+                      "`tensors` must be eight tensors or None, the first a weight");
   }
   at::Tensor operator()(const at::Tensor& x) const {
-    auto& t = held;
+    auto& t = tensors;
     if (rounds) return dots(x, *t[0], t[1], t[2], t[3], t[4], t[5], t[6], t[7], outputs, way, likely);
     return packed_linear(x, *t[0], t[2], t[3], t[4], t[7], outputs, way);
   }
@@ -74,20 +75,20 @@ using Linears = std::vector<c10::intrusive_ptr<Linear>>;
 // The outputs of `layers`, each of which gives one or several of the pieces `[..., size]`.
 std::vector<at::Tensor> pieces(const char* name, const Linears& layers, const at::Tensor& x,
                                const std::vector<int64_t>& sizes) {
-  std::vector<at::Tensor> made;
+  std::vector<at::Tensor> parts;
   for (auto& layer : layers) {
-    auto all = (*layer)(x);
-    for (int64_t begin = 0; begin < all.size(-1); begin += sizes[made.size() - 1]) {
-      auto fits = made.size() < sizes.size() && begin + sizes[made.size()] <= all.size(-1);
-      TORCH_CHECK_VALUE(fits, "`", name, "` must give pieces of sizes ", sizes, ", got a layer of ", all.size(-1));
-      made.push_back(all.narrow(-1, begin, sizes[made.size()]));
+    auto output = (*layer)(x);
+    for (int64_t begin = 0, width = output.size(-1); begin < width; begin += sizes[parts.size() - 1]) {
+      auto fits = parts.size() < sizes.size() && begin + sizes[parts.size()] <= width;
+      TORCH_CHECK_VALUE(fits, "`", name, "` must give pieces of sizes ", sizes, ", got a layer of ", width);
+      parts.push_back(output.narrow(-1, begin, sizes[parts.size()]));
     }
   }
-  TORCH_CHECK_VALUE(made.size() == sizes.size(), "`", name, "` must give pieces of sizes ", sizes, ", got ", made.size());
-  return made;
+  TORCH_CHECK_VALUE(parts.size() == sizes.size(), "`", name, "` must give pieces of sizes ", sizes, ", got ", parts.size());
+  return parts;
 }
 
-// A weight in float32 for bfloat16 is multiplied before the product is rounded.
+// Rows in bfloat16 are rounded before a weight in bfloat16 multiplies them, and after a weight in float32 does.
 struct Norm : torch::CustomClassHolder {
   at::Tensor weight;
   double eps;
@@ -122,8 +123,8 @@ struct Norm : torch::CustomClassHolder {
       for (auto row = begin; row < end; row++) {
         auto inverse = 1 / std::sqrt(sums[row] / static_cast<float>(width) + static_cast<float>(eps));
         for (auto i = row * width, j = int64_t(0); j < width; i++, j++) {
-          auto own = wide(from[i]) * inverse;
-          to[i] = narrow<T>(wide(factors[j]) * (rounds_first ? rounded<T>(own) : own));
+          auto number = wide(from[i]) * inverse;
+          to[i] = narrow<T>(wide(factors[j]) * (rounds_first ? rounded<T>(number) : number));
         }
       }
     });
@@ -158,9 +159,9 @@ void rotate(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin) {
 #pragma GCC ivdep
         for (int64_t i = 0; i < half; i++) {
           auto a = wide(low[i]), b = wide(high[i]);
-          auto near = rounded<C>(a * wide(c[i])), far = rounded<C>(b * wide(s[i]));
-          auto other = rounded<C>(b * wide(c[i + half])), more = rounded<C>(a * wide(s[i + half]));
-          low[i] = narrow<T>(near - far), high[i] = narrow<T>(other + more);
+          auto low_cos = rounded<C>(a * wide(c[i])), high_sin = rounded<C>(b * wide(s[i]));
+          auto high_cos = rounded<C>(b * wide(c[i + half])), low_sin = rounded<C>(a * wide(s[i + half]));
+          low[i] = narrow<T>(low_cos - high_sin), high[i] = narrow<T>(high_cos + low_sin);
         }
       }
   });
@@ -181,7 +182,7 @@ struct Attention : torch::CustomClassHolder {
         heads(std::move(heads)), scale(scale), softcap(softcap), sinks(std::move(sinks)),
         frame{std::move(before), std::move(after), adds} {}
 
-  // `x` `[1, nodes, width]`; tables and buffers are those of `attend`.
+  // `x` is `[1, nodes, width]`; `attend` says what tables and buffers are.
   at::Tensor run(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin, const at::Tensor& nodes,
                  const at::Tensor& keys, const at::Tensor& values) const {
     auto count = x.size(1);
@@ -211,21 +212,21 @@ struct Attention : torch::CustomClassHolder {
   }
 };
 
-// transformers' names of activations; "sigmoid" and "tanh" are the ones of strict models, which ragged_model.py has.
+// An activation by transformers' name; "sigmoid" and "tanh" are activations of strict models (ragged_model.py).
 at::Tensor activated(const at::Tensor& x, const std::string& name, double scale) {
   if (name == "silu") return at::silu(x);
   if (name == "gelu") return at::gelu(x);
   if (name == "gelu_pytorch_tanh") return at::gelu(x, "tanh");
-  auto own = x.to(at::kFloat);
-  if (name == "sigmoid") return own.div(at::exp(own.mul(-scale)).add(1)).to(x.scalar_type());
+  auto exact = x.to(at::kFloat);
+  if (name == "sigmoid") return exact.div(at::exp(exact.mul(-scale)).add(1)).to(x.scalar_type());
   TORCH_CHECK_VALUE(name == "tanh", "`name` must be an activation's, got ", name);
-  auto inner = own.add(own.mul(0.044715).mul(own).mul(own)).mul(std::sqrt(2 / M_PI));
-  return own.mul(0.5).mul(inner.tanh().add(1)).to(x.scalar_type());
+  auto inner = exact.add(exact.mul(0.044715).mul(exact).mul(exact)).mul(std::sqrt(2 / M_PI));
+  return exact.mul(0.5).mul(inner.tanh().add(1)).to(x.scalar_type());
 }
 
 struct Gated : torch::CustomClassHolder {
   Linears gate_up;  // apart or joined
-  bool is_apart;    // the gate in the model: torch's activations differ in the last bit by how a tensor lies
+  bool is_apart;    // whether the model has a layer for the gate alone: the layout of a tensor decides torch's last bit
   c10::intrusive_ptr<Linear> down;
   std::string activation;
   double scale;
@@ -247,21 +248,22 @@ struct Gated : torch::CustomClassHolder {
 
 // A layer that attends over the text and then over an encoder's frames, each after a norm with a mean.
 struct Crossed : torch::CustomClassHolder {
-  Linears qkv, others;  // apart or joined; out, and over the frames queries and out, then up and down
+  Linears qkv;     // apart or joined
+  Linears layers;  // the text's out, the frames' queries and out, up, down
   std::vector<at::Tensor> norms;  // a weight and a bias of each
   double eps, scale;
   int64_t heads;
   std::string activation;
 
-  Crossed(Linears qkv, Linears others, std::vector<at::Tensor> norms, double eps, double scale, int64_t heads,
+  Crossed(Linears qkv, Linears layers, std::vector<at::Tensor> norms, double eps, double scale, int64_t heads,
           std::string activation)
-      : qkv(std::move(qkv)), others(std::move(others)), norms(std::move(norms)), eps(eps), scale(scale), heads(heads),
+      : qkv(std::move(qkv)), layers(std::move(layers)), norms(std::move(norms)), eps(eps), scale(scale), heads(heads),
         activation(std::move(activation)) {
-    TORCH_CHECK_VALUE(this->others.size() == 5 && this->norms.size() == 6, "`others` must be five layers and `norms` ",
-                      "six tensors, got ", this->others.size(), " and ", this->norms.size());
+    TORCH_CHECK_VALUE(this->layers.size() == 5 && this->norms.size() == 6, "`layers` must be five layers and `norms` ",
+                      "six tensors, got ", this->layers.size(), " and ", this->norms.size());
   }
 
-  // `x` `[1, nodes, width]`; tables and buffers are those of `attend`, first of the text, then of the frames.
+  // `x` is `[1, nodes, width]`; `attend` says what tables and buffers are, first the text's, then the frames'.
   at::Tensor run(const at::Tensor& x, const at::Tensor& nodes, const at::Tensor& keys, const at::Tensor& values,
                  const at::Tensor& seen, const at::Tensor& frame_keys, const at::Tensor& frame_values) const {
     TORCH_CHECK_VALUE(x.dim() == 3 && x.size(0) == 1, "`x` must be [1, nodes, width], got ", x.sizes());
@@ -275,9 +277,9 @@ struct Crossed : torch::CustomClassHolder {
     };
     auto parts = pieces("qkv", qkv, normed(x, 0), {width, width, width});
     store_nodes(split(parts[1]), split(parts[2]), keys, values, nodes);
-    auto y = at::add(x, (*others[0])(attended(parts[0], nodes, keys, values)));
-    y = at::add(y, (*others[2])(attended((*others[1])(normed(y, 1)), seen, frame_keys, frame_values)));
-    return at::add(y, (*others[4])(activated((*others[3])(normed(y, 2)), activation, 1)));
+    auto y = at::add(x, (*layers[0])(attended(parts[0], nodes, keys, values)));
+    y = at::add(y, (*layers[2])(attended((*layers[1])(normed(y, 1)), seen, frame_keys, frame_values)));
+    return at::add(y, (*layers[4])(activated((*layers[3])(normed(y, 2)), activation, 1)));
   }
 };
 

@@ -17,9 +17,9 @@ from specdec.kernels.quantized import GROUP, Quantized
 
 FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _FLOAT_TENSORS = ("packed", "factors", "scales", "mins", "bias")
-HELD = ("packed", "high", "factors", "scales", "mins", "steps", "levels", "bias")
+LAYER_TENSORS = ("packed", "high", "factors", "scales", "mins", "steps", "levels", "bias")
 """The tensors of a packed layer."""
-_WEIGHT_TENSORS = HELD[:-1]
+_WEIGHT_TENSORS = LAYER_TENSORS[:-1]
 _SAMPLE = 1024  # outputs and inputs of the layer that is timed
 _TILED, _UNPACKED = (1, 4, 16), (64, 128, 256)  # rows that are timed
 _EVEN, _WINS = 1.1, 0.9  # shares of the time that tiles, which suit all numbers of rows, and unpacked weights may take
@@ -82,7 +82,7 @@ class PackedLinear(nn.Module):
         self.outputs, self.inputs, self.kind, self.way, self.likely = outputs, inputs, kind, ops.FASTEST, 0
         self.rounds = rounds and kind not in FLOATS
         self.takes = (FLOATS[kind],) if kind in FLOATS else tuple(FLOATS.values())
-        for name in HELD:
+        for name in LAYER_TENSORS:
             self.register_buffer(name, tensors.get(name))
 
     @staticmethod
@@ -103,7 +103,7 @@ class PackedLinear(nn.Module):
                 if layer.bias is None:
                     layer.bias = torch.zeros(layer.outputs, dtype=torch.float32, device=layer.packed.device)
         tensors = dict[str, Tensor | None]()
-        for name in HELD:
+        for name in LAYER_TENSORS:
             parts = [part for layer in layers if (part := layer._buffers[name]) is not None]
             whole = None if not parts else parts[0] if name == "levels" else pages.joined(parts)
             tensors[name] = whole
@@ -120,7 +120,7 @@ class PackedLinear(nn.Module):
         # Attribute lookups, one by one, would cost as much as the dispatch.
         buffer = self._buffers.get
         if self.rounds:
-            return ops.dots(x, *map(buffer, HELD), self.outputs, self.way, self.likely)
+            return ops.dots(x, *map(buffer, LAYER_TENSORS), self.outputs, self.way, self.likely)
         return ops.packed_linear(x, *map(buffer, _FLOAT_TENSORS), self.outputs, self.way)
 
     def of_experts(self, x: Tensor, experts: Tensor, outputs: int) -> Tensor:
@@ -129,7 +129,7 @@ class PackedLinear(nn.Module):
         The layer has the outputs of all experts, those of each expert padded to whole blocks; only the weights of
         `experts` are read.
         """
-        tensors = map(self._buffers.get, HELD)
+        tensors = map(self._buffers.get, LAYER_TENSORS)
         return ops.expert_linear(x, experts, *tensors, outputs, self.way, self.rounds)
 
     @classmethod

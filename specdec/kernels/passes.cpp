@@ -7,7 +7,7 @@
 //                  a guess of probability p, in bin b of the bins between `edges`, is accepted with the chance
 //                  min(bases[b] + p * rates[b], 1)
 //   least          the chain goes on while the product of the chances of its guesses is more than that
-//   pass_cost      by how much the chains that go on must exceed theirs together, or all end
+//   pass_cost      all chains end unless the chances of those that go on exceed their `least` by so much in sum
 //
 // A head reads a token's embedding beside the hidden state that the previous pass returned.
 
@@ -112,30 +112,30 @@ struct Chain {
     }
     auto copies = keeps_scores || !choice.is_plain();
     auto exact = last.slice(0, 0, count).to(at::kFloat, /*non_blocking=*/false, copies);
-    auto own = exact.mutable_data_ptr<float>();
-    for (auto& filter : choice.filters) filter->apply(own, count, step);
+    auto numbers = exact.mutable_data_ptr<float>();
+    for (auto& filter : choice.filters) filter->apply(numbers, count, step);
     if (keeps_scores) scores.push_back(exact);
-    auto most = largest(own, count);
+    auto most = largest(numbers, count);
     if (!std::isfinite(most)) return none;
-    if (choice.noise.empty()) return likeliest(own, count, most, confident);
+    if (choice.noise.empty()) return likeliest(numbers, count, most, confident);
     auto address = folded(static_cast<uint64_t>(choice.noise[0]), static_cast<uint64_t>(choice.noise[1] + step));
-    auto token = drawn(own, count, most, address);
-    return {token, confident ? std::exp(own[token] - most) / mass(own, count, most) : 1};
+    auto token = drawn(numbers, count, most, address);
+    return {token, confident ? std::exp(numbers[token] - most) / mass(numbers, count, most) : 1};
   }
 };
 
-// A head's inputs for guesses, `wide` in all: embeddings beside the hidden states `written` before `[1, rows, width]`.
-// A row of the table `[blocks, rows of a block, parts, numbers of a part]` begins with an embedding.
-at::Tensor embedded(const std::vector<int64_t>& tokens, const at::Tensor& table, const at::Tensor& written,
-                    int64_t wide) {
+// A head's inputs `[1, rows, width]` for guesses: embeddings beside the hidden states that the last pass returned, `[1,
+// rows, …]`. A row of the table `[blocks, rows of a block, parts, numbers of a part]` begins with an embedding.
+at::Tensor embedded(const std::vector<int64_t>& tokens, const at::Tensor& table, const at::Tensor& hidden,
+                    int64_t width) {
   Tensors rows;
-  auto own = wide - written.size(-1), numbers = table.size(2) * table.size(3);
-  TORCH_CHECK_VALUE(0 <= own && own <= numbers, "`embeddings` must have at least ", own, " numbers, got ", numbers);
+  auto count = width - hidden.size(-1), most = table.size(2) * table.size(3);
+  TORCH_CHECK_VALUE(0 <= count && count <= most, "`embeddings` must have at least ", count, " numbers, got ", most);
   for (auto token : tokens) {
     auto row = table.select(0, token / table.size(1)).select(0, token % table.size(1));
-    rows.push_back(row.flatten().slice(0, 0, own));
+    rows.push_back(row.flatten().slice(0, 0, count));
   }
-  return at::cat({at::stack(rows).to(written.scalar_type()).unsqueeze(0), written}, -1);
+  return at::cat({at::stack(rows).to(hidden.scalar_type()).unsqueeze(0), hidden}, -1);
 }
 
 // A value as the schema's `type` holds it: lists come as tuples, and some numbers stand for tensors.
@@ -146,26 +146,26 @@ c10::IValue typed(const c10::IValue& value, const c10::TypePtr& type) {
   if (type->kind() == c10::TypeKind::TensorType && value.isScalar()) {
     auto scalar = value.toScalar();
     auto number = at::scalar_tensor(scalar, scalar.type());
-    number.unsafeGetTensorImpl()->set_wrapped_number(true);  // which does not decide the type of a result
+    number.unsafeGetTensorImpl()->set_wrapped_number(true);  // its type does not decide the type of a result
     return number;
   }
   auto list = type->cast<c10::ListType>();
   if (!list) return value;
   auto element = list->getElementType();
   if (element->kind() == c10::TypeKind::SymIntType) element = c10::IntType::get();
-  c10::impl::GenericList all(element);
-  for (auto& one : value.toTupleRef().elements()) all.push_back(typed(one, element));
-  return all;
+  c10::impl::GenericList items(element);
+  for (auto& item : value.toTupleRef().elements()) items.push_back(typed(item, element));
+  return items;
 }
 
-// An operator as it was recorded. Each pass fills in `values`, whose numbers it knows, and `sizes`.
+// A recorded call of an operator. Each pass fills its values and sizes in.
 struct Call {
   c10::OperatorHandle op;
   std::vector<c10::IValue> arguments;
   std::vector<std::array<int64_t, 3>> values;  // an argument, a place in its list or -1, a value
   std::vector<std::array<int64_t, 4>> sizes;   // an argument, a place, a size of the inputs, and its factor
-  std::vector<int64_t> made;                   // the values that it makes, in order
-  std::vector<int64_t> freed;                  // the values that no later call reads
+  std::vector<int64_t> results;                // the values that it makes, in order
+  std::vector<int64_t> garbage;                // the values that no later call reads
 };
 
 // Puts a value into an argument, or into a place of a copy of it: passes share the list.
@@ -180,49 +180,51 @@ void put(c10::IValue& argument, int64_t place, c10::IValue value) {
 }
 
 // The passes of a model, as Python recorded one of them. Values have numbers: first the inputs of a pass, then the
-// tensors that it holds, then what its calls make.
+// constants, then the results of calls.
 struct Passes : torch::CustomClassHolder {
-  // `sizes` are of inputs: numbers of an input and of a dimension.
-  Passes(int64_t inputs, std::vector<std::vector<int64_t>> sizes, Tensors held)
-      : inputs(inputs), sizes(std::move(sizes)), held(std::move(held)) {}
+  // `sizes`: the sizes of inputs that passes read, each by the numbers of an input and of a dimension.
+  Passes(int64_t inputs, std::vector<std::vector<int64_t>> sizes, Tensors constants)
+      : inputs(inputs), sizes(std::move(sizes)), constants(std::move(constants)) {}
 
-  // Adds the call of an operator; `values`, `sizes` and `made` are as in Call.
+  // Adds the call of an operator; `values`, `sizes` and `results` are as in Call.
   void add(const std::string& name, const std::string& overload, const c10::IValue& arguments,
            const std::vector<std::vector<int64_t>>& values, const std::vector<std::vector<int64_t>>& sizes,
-           std::vector<int64_t> made) {
+           std::vector<int64_t> results) {
     auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), overload.c_str());
-    Call call{op, {}, {}, {}, std::move(made), {}};
-    auto& given = arguments.toTupleRef().elements();
+    Call call{op, {}, {}, {}, std::move(results), {}};
+    auto& elements = arguments.toTupleRef().elements();
     auto& schema = op.schema().arguments();
-    TORCH_CHECK_VALUE(given.size() == schema.size(), name, " takes ", schema.size(), " arguments, got ", given.size());
-    for (size_t i = 0; i < schema.size(); i++) call.arguments.push_back(typed(given[i], schema[i].type()));
-    for (auto& one : values) call.values.push_back({one.at(0), one.at(1), one.at(2)});
-    for (auto& one : sizes) call.sizes.push_back({one.at(0), one.at(1), one.at(2), one.at(3)});
-    for (auto number : call.made) count = std::max(count, number + 1);
+    auto takes = schema.size();
+    TORCH_CHECK_VALUE(elements.size() == takes, name, " takes ", takes, " arguments, got ", elements.size());
+    for (size_t i = 0; i < takes; i++) call.arguments.push_back(typed(elements[i], schema[i].type()));
+    for (auto& value : values) call.values.push_back({value.at(0), value.at(1), value.at(2)});
+    for (auto& size : sizes) call.sizes.push_back({size.at(0), size.at(1), size.at(2), size.at(3)});
+    for (auto number : call.results) count = std::max(count, number + 1);
     calls.push_back(std::move(call));
   }
 
   // Says which values a pass returns; the others are freed after the last call that reads them.
   void end(std::vector<int64_t> returned) {
     outputs = std::move(returned);
-    std::vector<bool> read(std::max(count, inputs + static_cast<int64_t>(held.size())));
+    std::vector<bool> read(std::max(count, inputs + static_cast<int64_t>(constants.size())));
     for (auto number : outputs) read.at(number) = true;
     for (auto call = calls.rbegin(); call != calls.rend(); call++) {
-      for (auto number : call->made)
-        if (!read.at(number)) call->freed.push_back(number);
+      for (auto number : call->results)
+        if (!read.at(number)) call->garbage.push_back(number);
       for (auto& [argument, place, number] : call->values)
-        if (!read.at(number)) read[number] = true, call->freed.push_back(number);
+        if (!read.at(number)) read[number] = true, call->garbage.push_back(number);
     }
     count = static_cast<int64_t>(read.size());
   }
 
-  Tensors run(Tensors given) const {
-    TORCH_CHECK_VALUE(static_cast<int64_t>(given.size()) == inputs, "a pass has ", inputs, " inputs, got ", given.size());
+  // Runs a pass over its inputs; returns the values that `end` says.
+  Tensors run(Tensors values) const {
+    TORCH_CHECK_VALUE(static_cast<int64_t>(values.size()) == inputs, "a pass has ", inputs, " inputs, got ",
+                      values.size());
     at::AutoDispatchBelowAutograd guard;
     std::vector<int64_t> numbers;
-    for (auto& size : sizes) numbers.push_back(given.at(size.at(0)).size(size.at(1)));
-    Tensors values = std::move(given);
-    values.insert(values.end(), held.begin(), held.end());
+    for (auto& size : sizes) numbers.push_back(values.at(size.at(0)).size(size.at(1)));
+    values.insert(values.end(), constants.begin(), constants.end());
     values.resize(count);
     torch::jit::Stack stack;
     for (auto& call : calls) {
@@ -230,55 +232,56 @@ struct Passes : torch::CustomClassHolder {
       for (auto& [argument, place, number] : call.values) put(stack[argument], place, values[number]);
       for (auto& [argument, place, size, factor] : call.sizes) put(stack[argument], place, factor * numbers.at(size));
       call.op.callBoxed(stack);
-      auto made = call.made.begin();
+      auto place = call.results.begin();
       for (auto& result : stack) {
-        if (result.isTensor()) values[*made++] = std::move(result).toTensor();
+        if (result.isTensor()) values[*place++] = std::move(result).toTensor();
         else if (result.isTensorList())
-          for (at::Tensor one : result.toTensorVector()) values[*made++] = std::move(one);
+          for (at::Tensor tensor : result.toTensorVector()) values[*place++] = std::move(tensor);
       }
-      for (auto number : call.freed) values[number].reset();
+      for (auto number : call.garbage) values[number].reset();
     }
-    Tensors returned;
-    for (auto number : outputs) returned.push_back(values[number]);
-    return returned;
+    Tensors results;
+    for (auto number : outputs) results.push_back(values[number]);
+    return results;
   }
 
   // Drafts a chain per row: guesses, their probabilities (NaN: no guess), and their scores `[guesses, tokens]` if kept.
   // The first pass has inputs `first` and returns the logits after the rows' texts. Each later one reads a guess of
   // every row whose chain goes on, with these rows of `positions` `[passes, 1, rows]`, `tables` `[passes, 1, 1, rows,
-  // …]` and `encoders` `[1, 1, rows, …]`, and `others`. A model with `embeddings` is a head.
+  // …]` and `encoders` `[1, 1, rows, …]`, and all `buffers`. A model with `embeddings` is a head.
   std::tuple<std::vector<std::vector<int64_t>>, std::vector<std::vector<double>>, Tensors> draft_chain(
-      Tensors first, at::Tensor positions, Tensors tables, Tensors encoders, Tensors others, std::vector<Rule> rules,
+      Tensors first, at::Tensor positions, Tensors tables, Tensors encoders, Tensors buffers, std::vector<Rule> rules,
       std::optional<at::Tensor> embeddings) {
     std::vector<Chain> chains(std::make_move_iterator(rules.begin()), std::make_move_iterator(rules.end()));
-    std::vector<int64_t> live(chains.size());  // the rows of a pass
-    std::iota(live.begin(), live.end(), 0);
-    auto wide = first[0].size(-1);
+    std::vector<int64_t> rows(chains.size());  // the rows of a pass
+    std::iota(rows.begin(), rows.end(), 0);
+    auto width = first[0].size(-1);
     auto outputs = run(std::move(first));
     TORCH_CHECK_VALUE(outputs[0].size(1) == static_cast<int64_t>(chains.size()), "`rules` must be one for each of ",
                       outputs[0].size(1), " rows, got ", chains.size());
     auto states = outputs.size() - 1;
     for (int64_t pass = 0;; pass++) {
-      std::vector<int64_t> on, places, tokens;  // the rows that go on, their places in the last pass, and guesses
+      std::vector<int64_t> next, places, tokens;  // the rows that go on, their places in the last pass, and guesses
       double gain = 0, cost = 0;
-      for (int64_t place = 0; place < static_cast<int64_t>(live.size()); place++) {
-        auto& chain = chains[live[place]];
+      for (int64_t place = 0; place < static_cast<int64_t>(rows.size()); place++) {
+        auto& chain = chains[rows[place]];
         if (!chain.grow(outputs[0].select(0, 0).select(0, place))) continue;
-        on.push_back(live[place]), places.push_back(place), tokens.push_back(chain.tokens.back());
+        next.push_back(rows[place]), places.push_back(place), tokens.push_back(chain.tokens.back());
         gain += chain.chance - chain.least, cost = std::max(cost, chain.pass_cost);
       }
-      if (on.empty() || gain < cost) break;
-      auto rows = at::tensor(on), all = at::arange(static_cast<int64_t>(on.size()));
-      Tensors given{embeddings ? embedded(tokens, *embeddings, outputs.back().index_select(1, at::tensor(places)), wide)
-                               : at::tensor(tokens).unsqueeze(0),
-                    positions.select(0, pass).index_select(1, rows), all};
-      for (auto& one : tables) given.push_back(one.select(0, pass).index_select(2, rows));
-      for (auto& one : encoders) given.push_back(one.index_select(2, rows));
-      given.insert(given.end(), others.begin(), others.end());
-      given.insert(given.end(), states, embeddings ? all : at::empty({0}, at::kLong));
-      given.push_back(all);
-      outputs = run(std::move(given));
-      live = std::move(on);
+      if (next.empty() || gain < cost) break;
+      auto index = at::tensor(next), nodes = at::arange(static_cast<int64_t>(next.size()));
+      auto& hidden = outputs.back();
+      Tensors values{embeddings ? embedded(tokens, *embeddings, hidden.index_select(1, at::tensor(places)), width)
+                                : at::tensor(tokens).unsqueeze(0),
+                     positions.select(0, pass).index_select(1, index), nodes};
+      for (auto& table : tables) values.push_back(table.select(0, pass).index_select(2, index));
+      for (auto& table : encoders) values.push_back(table.index_select(2, index));
+      values.insert(values.end(), buffers.begin(), buffers.end());
+      values.insert(values.end(), states, embeddings ? nodes : at::empty({0}, at::kLong));
+      values.push_back(nodes);
+      outputs = run(std::move(values));
+      rows = std::move(next);
     }
     std::vector<std::vector<int64_t>> tokens;
     std::vector<std::vector<double>> probabilities;
@@ -296,7 +299,7 @@ struct Passes : torch::CustomClassHolder {
   std::vector<int64_t> outputs;
   int64_t inputs, count = 0;
   std::vector<std::vector<int64_t>> sizes;
-  Tensors held;
+  Tensors constants;
 };
 
 }  // namespace

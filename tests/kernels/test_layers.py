@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from specdec.kernels import HELD, attention, crossed, gated, norm, pack, part
+from specdec.kernels import LAYER_TENSORS, attention, crossed, gated, norm, pack, part
 from specdec.models.backends.ragged_model import Sigmoid, Tanh
 
 pytestmark = pytest.mark.usefixtures("built")
@@ -22,7 +22,7 @@ ACTIVATIONS: dict[str, Any] = {
 def linear(weight: Tensor) -> tuple[Any, Any]:
     """A layer, and the same as a part."""
     layer = pack(weight)
-    return layer, part("Linear", [layer._buffers[name] for name in HELD], layer.outputs, 0, 0, layer.rounds)
+    return layer, part("Linear", [layer._buffers[name] for name in LAYER_TENSORS], layer.outputs, 0, 0, layer.rounds)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -62,7 +62,7 @@ def test_gated_products(name: str, dtype: torch.dtype) -> None:
 
 def test_wrong_layers_over_an_encoder() -> None:
     _, one = linear(torch.ones(8, 8))
-    with pytest.raises(ValueError, match="`others` must be five layers"):
+    with pytest.raises(ValueError, match="`layers` must be five layers"):
         part("Crossed", [one], [one], [torch.ones(8)] * 6, 1e-5, 0.5, 2, "gelu")
     whole, x = part("Crossed", [one], [one] * 5, [torch.ones(8)] * 6, 1e-5, 0.5, 2, "gelu"), torch.ones(2, 3, 8)
     with pytest.raises(ValueError, match=r"`x` must be \[1, nodes, width\]"):
@@ -94,7 +94,7 @@ def test_wrong_operands() -> None:
         norm(part("Norm", torch.ones(8), 1e-6), torch.ones(3, 8, dtype=torch.float16))
     with pytest.raises(ValueError, match="`weight` must be"):
         part("Norm", torch.ones(8, dtype=torch.float16), 1e-6)
-    with pytest.raises(ValueError, match="`held` must be"):
+    with pytest.raises(ValueError, match="`tensors` must be"):
         part("Linear", [], 1, 0, 0, False)
     _, one = linear(torch.ones(8, 8))
     with pytest.raises(ValueError, match="`name` must be"):

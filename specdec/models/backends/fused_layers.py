@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
 from specdec import kernels
-from specdec.kernels import HELD, PackedLinear, part
+from specdec.kernels import LAYER_TENSORS, PackedLinear, part
 from specdec.models.backends.fused_linear import join_layers
 from specdec.models.backends.ragged_model import RaggedModel, Sigmoid, Tanh, cross_table, noting
 from specdec.models.hf.derived import shallow_copy
@@ -228,4 +228,5 @@ def fused(model: RaggedModel, others: Sequence[nn.Module], run: Callable[[], obj
 def _linear(layer: PackedLinear) -> Any:
     if type(layer) is not PackedLinear:
         raise TypeError(f"{layer} is no packed layer")
-    return part("Linear", [layer._buffers[name] for name in HELD], layer.outputs, layer.way, layer.likely, layer.rounds)
+    tensors = [layer._buffers[name] for name in LAYER_TENSORS]
+    return part("Linear", tensors, layer.outputs, layer.way, layer.likely, layer.rounds)

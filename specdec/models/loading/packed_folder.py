@@ -145,7 +145,7 @@ def read_packed(name: str, config: Any, dtype: torch.dtype, *, revision: str | N
     for module in [key.removesuffix(".packed") for key in tensors if key.endswith(".packed")]:
         stack = stacks.get(module)
         owner: Any = stack or model.get_submodule(module)
-        buffers = {leaf: state.pop(f"{module}.{leaf}", None) for leaf in kernels.HELD}
+        buffers = {leaf: state.pop(f"{module}.{leaf}", None) for leaf in kernels.LAYER_TENSORS}
         try:
             layer = kernels.restored_layer(buffers, *weight_of(owner).shape, rounds=rounds)
         except ValueError as error:
