@@ -54,16 +54,16 @@ _BROKEN = LoadError, ValueError, KeyError, OSError  # reading a broken folder ra
 
 
 class KeptWeights:
-    """The packed weights of one load, in `folder`, whether or not they are there; no folder if none are kept.
+    """The packed weights of one load, which lie in `folder`, or will; None: the load keeps none.
 
-    `name` is a folder or hub name, `how` the options of a load into this processor's memory.
+    `name` is a folder or hub name, `options` are of a load into this processor's memory.
     """
 
-    def __init__(self, name: str, how: Loading) -> None:
-        self._name, self._how, self._began, self._most = name, how, perf_counter(), _most()
+    def __init__(self, name: str, options: Loading) -> None:
+        self._name, self._options, self._began, self._most = name, options, perf_counter(), _most()
         self.folder, self._source, self._ended = None, "", 0.0
         with suppress(OSError, ValueError, SpecdecError, kernels.Lack):  # the load says what is wrong with its source
-            if self._most and kernels.available() and (source := _source(name, how)):
+            if self._most and kernels.available() and (source := _source(name, options)):
                 self._source = source
                 self.folder = _root() / hashlib.sha256(source.encode()).hexdigest()[:16]
 
@@ -73,7 +73,7 @@ class KeptWeights:
             return None
         with suppress(OSError):  # not ours to write
             os.utime(self.folder / _MARK)
-        plain = replace(self._how, quantization=None, dtype="auto", gguf_file=None, revision=None)
+        plain = replace(self._options, quantization=None, dtype="auto", gguf_file=None, revision=None)
         try:
             model = load(str(self.folder), plain)
         except Exception as error:
@@ -81,7 +81,7 @@ class KeptWeights:
             number = getattr(error.__cause__ or error, "errno", None)  # transformers' errors have none
             if isinstance(error, _BROKEN) and number in (None, errno.ENOENT):
                 shutil.rmtree(self.folder, ignore_errors=True)
-            else:  # a lack of memory or open files, say
+            else:  # the folder may be whole: memory or open files ran out, say
                 self.folder = None
             return None
         self.folder = None
@@ -167,12 +167,12 @@ def packed_weights() -> str:
 
 
 def _most() -> int:
-    """Bytes that all folders may take; 0 if the variable is no number, which the log says."""
-    named = os.environ.get(_BYTES) or str(_MOST)
-    if not named.isdecimal():
+    """Bytes that all folders may take; 0, and a line in the log, if the variable is no number."""
+    setting = os.environ.get(_BYTES) or str(_MOST)
+    if not setting.isdecimal():
         message = "packed weights are not kept: %s must be a number of bytes, got %r: correct or unset it"
-        _log.warning(message, _BYTES, named)
-    return int(named) if named.isdecimal() else 0
+        _log.warning(message, _BYTES, setting)
+    return int(setting) if setting.isdecimal() else 0
 
 
 def _root() -> Path:
@@ -181,30 +181,30 @@ def _root() -> Path:
     return (Path(path) if path else kernels.folder() / "packed").absolute()
 
 
-def _source(name: str, how: Loading) -> str | None:
+def _source(name: str, options: Loading) -> str | None:
     """All that decides which weights a load packs, in lines; None for a source that is packed, or runs its own code."""
-    if how.trust_remote_code:  # that code may lie anywhere
+    if options.trust_remote_code:  # that code may lie anywhere
         return None
-    if how.gguf_file is None:
-        first = Path(cached(name, "config.json", how.revision))
+    if options.gguf_file is None:
+        first = Path(cached(name, "config.json", options.revision))
         weights = sorted(first.parent.glob("*.safetensors"))
         scheme = json.loads(first.read_text("utf-8")).get("quantization_config") or {}
         if scheme.get("quant_method") == METHOD:
             return None
     else:
-        first = gguf_path(name, str(how.gguf_file), how.revision)
+        first = gguf_path(name, str(options.gguf_file), options.revision)
         weights = [Path(part) for part in part_names(str(first))]
-    dtype = str(how.dtype).removeprefix("torch.")
-    threads = torch.get_num_threads() if how.quantization in (None, AUTO) else 0  # where numbers are measured
-    options = [f"{how.quantization} {dtype} {how.activations} {how.backend == 'packed'} {threads}"]
+    dtype = str(options.dtype).removeprefix("torch.")
+    threads = torch.get_num_threads() if options.quantization in (None, AUTO) else 0  # speeds decide these
+    settings = f"{options.quantization} {dtype} {options.activations} {options.backend == 'packed'} {threads}"
     releases = f"specdec {__version__}, transformers {transformers.__version__}"
     files = [*weights, *sorted(first.parent.glob("*.json")), *sorted(first.parent.glob("*.py"))]
     states = [str(first)] if _HUB_FILE.search(first.as_posix()) else map(_file_state, files)
-    return "\n".join([*states, *options, releases, kernels.digest(), _code()])
+    return "\n".join([*states, settings, releases, kernels.digest(), _code()])
 
 
 def _file_state(path: Path) -> str:
-    """A file's path, size, times and the digest of its head."""
+    """A file's path, size, times, and the digest of its first bytes."""
     state = path.stat()
     with path.open("rb") as file:
         head = hashlib.sha256(file.read(_HEAD)).hexdigest()
