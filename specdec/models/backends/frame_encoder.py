@@ -21,9 +21,9 @@ from specdec.models.hf.model_state import runs_other_code
 
 
 class FrameEncoder:
-    """The encoder of a model; `others` are models over the same layers."""
+    """The encoder of a model; `copies` are models over the same layers."""
 
-    def __init__(self, model: Any, others: Sequence[Any]) -> None:
+    def __init__(self, model: Any, copies: Sequence[Any]) -> None:
         self._encoder, self._decoder = model.get_encoder(), model.get_decoder()
         encoder = self._encoder
         [place] = [name for name, module in model.named_modules() if module is encoder]
@@ -31,14 +31,14 @@ class FrameEncoder:
         self._layers = []
         for number, layer in enumerate(encoder.layers):
             names = [f"{place}.layers.{number}.self_attn.{side}_proj" for side in "qkv"]
-            apart = [model.get_submodule(name) for name in names]
-            is_packed = all(isinstance(one, kernels.PackedLinear) for one in apart)
-            joined = join_layers(apart, [model, *others], names) if is_packed else None
-            self._layers.append((layer, apart if joined is None else [joined], _activation(layer)))
+            sides = [model.get_submodule(name) for name in names]
+            is_packed = all(isinstance(side, kernels.PackedLinear) for side in sides)
+            union = join_layers(sides, [model, *copies], names) if is_packed else None
+            self._layers.append((layer, sides if union is None else [union], _activation(layer)))
 
     @classmethod
-    def of(cls, model: Any, others: Sequence[Any]) -> FrameEncoder | None:
-        """None for an encoder of another kind, or with other code of a caller."""
+    def of(cls, model: Any, copies: Sequence[Any]) -> FrameEncoder | None:
+        """The encoder of a model; None for an encoder of another kind, or one in which a caller's code runs."""
         if not model.config.is_encoder_decoder or type(encoder := model.get_encoder()) is not WhisperEncoder:
             return None
         kinds = [(type(layer), type(layer.self_attn)) for layer in encoder.layers]
@@ -46,10 +46,10 @@ class FrameEncoder:
         if not {*kinds} <= {(WhisperEncoderLayer, WhisperAttention), (nn.Conv1d, nn.Conv1d)}:
             return None
         attentions = [layer.encoder_attn for layer in model.get_decoder().layers]
-        return None if any(map(runs_other_code, [encoder, *attentions])) else cls(model, others)
+        return None if any(map(runs_other_code, [encoder, *attentions])) else cls(model, copies)
 
     def reads(self, features: Tensor) -> bool:
-        """Whether features `[rows, mels, frames]` have the encoder's size; transformers says what is wrong else."""
+        """Whether features `[rows, mels, frames]` have the encoder's size; if not, transformers says what is wrong."""
         positions, mels = len(self._encoder.embed_positions.weight), self._encoder.conv1.in_channels
         return features.shape[1:] == (mels, positions * self._encoder.conv2.stride[0])
 
@@ -66,17 +66,17 @@ class FrameEncoder:
         return hidden
 
     def projected(self, hidden: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values `[rows, heads, positions, head width]` of each decoder layer, of the encoder's output.
+        """Keys and values `[rows, heads, positions, head width]` of the encoder's output, for each decoder layer.
 
-        In memory a key's entries are `positions` apart, as attention reads them fastest.
+        In memory the entries of one key are `positions` numbers from each other, as attention reads them fastest.
         """
         modules = [layer.encoder_attn for layer in self._decoder.layers]
         heads = [hidden.shape[0], hidden.shape[1], -1, modules[0].head_dim]
 
-        def turned(keys: Tensor) -> Tensor:
+        def transposed(keys: Tensor) -> Tensor:
             return keys.view(heads).permute(0, 2, 3, 1).contiguous().transpose(2, 3)
 
-        return [(turned(one.k_proj(hidden)), one.v_proj(hidden).view(heads).transpose(1, 2)) for one in modules]
+        return [(transposed(m.k_proj(hidden)), m.v_proj(hidden).view(heads).transpose(1, 2)) for m in modules]
 
 
 class _Convolution:
@@ -88,16 +88,16 @@ class _Convolution:
 
     def __call__(self, x: Tensor) -> Tensor:
         padded = functional.pad(x, (0, 0, self._padding, self._padding))
-        together: Tensor = self._linear(padded.unfold(1, self._size, self._stride).transpose(2, 3).flatten(2))
-        return together
+        output: Tensor = self._linear(padded.unfold(1, self._size, self._stride).transpose(2, 3).flatten(2))
+        return output
 
 
 def _attended(module: Any, layers: Sequence[Any], x: Tensor) -> Tensor:
     """What an attention module adds to `x` `[1, positions, width]`; `layers` give queries, keys and values."""
     sides = torch.cat([layer(x) for layer in layers], -1) if len(layers) > 1 else layers[0](x)
     heads = sides.view(1, x.shape[1], 3, module.num_heads, module.head_dim).permute(2, 0, 3, 1, 4)
-    summed: Tensor = module.out_proj(kernels.attend_frames(*heads, module.scaling).flatten(2))
-    return summed
+    output: Tensor = module.out_proj(kernels.attend_frames(*heads, module.scaling).flatten(2))
+    return output
 
 
 def _activation(layer: Any) -> Callable[[Tensor], Tensor]:
@@ -105,5 +105,5 @@ def _activation(layer: Any) -> Callable[[Tensor], Tensor]:
 
 
 def _gelu(x: Tensor) -> Tensor:
-    """The operator of our own rounds as bfloat16 does, in a fraction of torch's time."""
+    """GELU; for bfloat16 by the kernel, which is as exact as bfloat16 in a fraction of torch's time."""
     return kernels.gelu(x) if x.dtype == torch.bfloat16 else functional.gelu(x)

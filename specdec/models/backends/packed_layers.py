@@ -1,7 +1,7 @@
 """The backend of a model's layers: as loaded ("eager"), or packed ("packed").
 
 A packed layer (`specdec.kernels`) reads its weight at the speed of the memory and sums each row in one order. Owned
-models, which were loaded here, are packed in place, layer by layer. Of others a shallow copy is packed.
+models, which were loaded here, are packed in place, layer by layer. Of a caller's model a shallow copy is packed.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _LEAST = 2**21  # bytes of weights: smaller models spend their time elsewhere
 _WIDTHS = (1, 6)  # nodes of the timed passes
 _TRIES = 6
 _WINS = 0.97  # packed passes must take less than this share of the time as loaded
-_ALIKE = 0.9  # cosine of logits of a model before and after a change
-_EQUAL, _EQUAL_IN_HALF = 0.9999, 0.98  # cosine of logits that differ by roundings
+_ALIKE = 0.9  # least cosine of a model's logits before and after a change
+_EQUAL, _EQUAL_IN_HALF = 0.9999, 0.98  # least cosine of logits that differ by roundings
 
 
 class PackedEmbedding(nn.Module):
@@ -60,7 +60,7 @@ def in_backend(model: Any, backend: str, *, owned: bool) -> Any:
     """The model in this backend: itself, changed only if `owned`, or a shallow copy.
 
     "auto" packs owned models where that makes passes faster here, which is measured once per machine and kind of model.
-    Raises UnsupportedError where "packed" is asked for and impossible, and without kernels.
+    Raises UnsupportedError for "packed" where that is impossible, and without kernels.
     """
     if backend == "eager" or (backend == "auto" and not owned):
         return model
@@ -97,15 +97,15 @@ def why_not_packed(model: Any) -> str | None:
 def packable_layers(model: Any) -> dict[str, Any]:
     """Layers that can be packed, by name, and matrices of experts, each as a layer.
 
-    Encoders are packed that read ids, which `_logits` tries, and Whisper's, which is known.
+    Of encoders, those that read ids are packed, since `_logits` can run them, and Whisper's.
     """
     encoder = model.get_encoder() if model.config.is_encoder_decoder else None
-    tried = encoder is None or type(encoder) is WhisperEncoder or reads_ids_alone(model)
-    left = set() if encoder is None or tried else set(encoder.modules())
-    layers = {name: module for name, module in model.named_modules() if module not in left and is_plain(module)}
+    packs_all = encoder is None or type(encoder) is WhisperEncoder or reads_ids_alone(model)
+    plain = set() if encoder is None or packs_all else set(encoder.modules())  # modules that stay as they are
+    layers = {name: module for name, module in model.named_modules() if module not in plain and is_plain(module)}
     stacks = expert_stacks(model)
     return layers | {
-        name: stack for name, stack in stacks.items() if stack.owner not in left and not stack.parameter.is_meta
+        name: stack for name, stack in stacks.items() if stack.owner not in plain and not stack.parameter.is_meta
     }
 
 
@@ -138,13 +138,16 @@ def pack_layers(
     names: Iterable[str],
     weight: Callable[[str, Any], kernels.Weight | kernels.PackedLinear | None],
 ) -> Callable[[], None]:
-    """Replaces layers by packed ones, `weight(name, layer)` or over it, unless that is None; returns the undoing."""
+    """Replaces layers by packed ones; returns the undoing.
+
+    `weight(name, layer)` is the packed layer, or the weight to pack; None leaves the layer as it is.
+    """
     undo, tied, any_packed = ExitStack(), tied_embeddings(model), False
     for name in names:
         layer = layer_of(model, name)
-        if (found := weight(name, layer)) is not None:
-            packed = found if isinstance(found, kernels.PackedLinear) else kernels.pack(found, bias=layer.bias)
-            del layer, found  # frees its weight
+        if (source := weight(name, layer)) is not None:
+            packed = source if isinstance(source, kernels.PackedLinear) else kernels.pack(source, bias=layer.bias)
+            del layer, source  # frees the weight
             undo.callback(replaced(model, name, packed, tied.get(name, ())))
             any_packed = True
     if any_packed:
@@ -154,8 +157,8 @@ def pack_layers(
 
 def without_saving(model: Any) -> Callable[[], None]:
     """Makes `save_pretrained` of a model refuse, as no checkpoint can hold layers of our own; returns the undoing."""
-    only_adapters = getattr(model, "_hf_peft_config_loaded", False)  # is all that it saves
-    if only_adapters or "save_pretrained" in vars(model):
+    has_adapters = getattr(model, "_hf_peft_config_loaded", False)  # then it saves these alone
+    if has_adapters or "save_pretrained" in vars(model):
         return lambda: None
     model.save_pretrained = _refuse_to_save
     return lambda: delattr(model, "save_pretrained")
@@ -170,7 +173,7 @@ def _refuse_to_save(*_: Any, **__: Any) -> NoReturn:
 
 
 def weight_of(layer: Any) -> Tensor:
-    """The weight `[outputs, inputs]` of a linear layer; Conv1D has it transposed."""
+    """The weight `[outputs, inputs]` of a linear layer; a Conv1D holds it transposed."""
     weight: Tensor = layer.weight
     return weight.T.contiguous() if isinstance(layer, Conv1D) else weight
 
@@ -178,13 +181,13 @@ def weight_of(layer: Any) -> Tensor:
 def replaced(model: Any, name: str, packed: kernels.PackedLinear, tied: Sequence[str]) -> Callable[[], None]:
     """Replaces a layer or embedding, and embeddings `tied` to its weight, by `packed`; returns the undoing.
 
-    Undone, the layer has the weight that `packed` holds.
+    The undoing gives the layer the weight of `packed`, in the layer's dtype.
     """
     layer = layer_of(model, name)
     if isinstance(layer, Stack):
         return layer.put(packed)
     dtype, flipped = layer.weight.dtype, isinstance(layer, Conv1D)
-    places = {name: layer, **{one: model.get_submodule(one) for one in tied}}
+    places = {name: layer, **{other: model.get_submodule(other) for other in tied}}
     for place, module in places.items():
         module.weight = None
         scale = getattr(module, "embed_scale", None)
@@ -202,15 +205,15 @@ def replaced(model: Any, name: str, packed: kernels.PackedLinear, tied: Sequence
 
 
 def tied_embeddings(model: Any) -> dict[str, list[str]]:
-    """Names of the embeddings that share the weight of a linear layer, by its name.
+    """Names of the embeddings that share the weight of a linear layer, by the layer's name.
 
-    Without layers whose weight other modules share as well, or is transposed.
+    A Conv1D has none, nor has a layer whose weight other modules than embeddings share.
     """
     users: dict[int, dict[str, Any]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         for parameter in module._parameters.values():
             users.setdefault(id(parameter), {})[name] = module
-    found: dict[str, list[str]] = {}
+    embeddings: dict[str, list[str]] = {}
     for layer in model.modules():
         if not is_plain(layer) or isinstance(layer, Conv1D):
             continue
@@ -218,8 +221,8 @@ def tied_embeddings(model: Any) -> dict[str, list[str]]:
         names = [name for name, module in sharing.items() if module is layer]
         others = {name: module for name, module in sharing.items() if module is not layer}
         if others and all(type(m) is nn.Embedding or hasattr(m, "embed_scale") for m in others.values()):
-            found |= {key: list(others) for key in names}
-    return found
+            embeddings |= {key: list(others) for key in names}
+    return embeddings
 
 
 def changed(model: Any, change: Callable[[], Callable[[], None]]) -> Callable[[], None] | None:
@@ -235,7 +238,7 @@ def changed(model: Any, change: Callable[[], Callable[[], None]]) -> Callable[[]
     except Exception:  # whatever an architecture raises
         return None
     undo = change()
-    with suppress(Exception):  # models that read weights of replaced layers, or that give these other dtypes
+    with suppress(Exception):  # some models read weights of layers that were replaced, or change a layer's dtype
         # Roundings may grow in half precision, but a layer used in another way gives quite other logits.
         if likeness(_logits(model, encodes=True), expected) > _ALIKE:
             return undo
@@ -249,7 +252,7 @@ def likeness(logits: Tensor, expected: Tensor) -> float:
 
 
 def alike(logits: Tensor, expected: Tensor, model: nn.Module) -> bool:
-    """Whether logits of a model are equal but for roundings, which layers that round rows to 8 bits make, too."""
+    """Whether logits of a model are equal but for roundings: of half precision, and of rows in 8 bits."""
     rounds = any(isinstance(module, kernels.PackedLinear) and module.rounds for module in model.modules())
     is_exact = expected.dtype in (torch.float32, torch.float64) and not rounds
     least = _EQUAL if is_exact else _EQUAL_IN_HALF
@@ -281,7 +284,7 @@ def _pack_if_faster(model: Any) -> None:
             undo()
         return after < _WINS * before
 
-    # The trial left it packed; with a known outcome it still has to be.
+    # A trial that ran just now has packed the model; one of an earlier process has not.
     if holds("\n".join(what), faster) and packable_layers(model):
         _pack(model)
 
@@ -294,15 +297,15 @@ def _seconds(model: Any) -> float:
 @torch.no_grad()
 def _logits(model: Any, width: int = _WIDTHS[-1], *, encodes: bool = False) -> Tensor:
     """The logits of a pass over `width` tokens; `encodes`: through the encoder, if it reads ids."""
-    ids, given = trial_ids(num_ids(model), width), dict[str, Any]()
+    ids, inputs = trial_ids(num_ids(model), width), dict[str, Any]()
     if not model.config.is_encoder_decoder:
-        given["input_ids"] = ids
+        inputs["input_ids"] = ids
     else:
-        given["decoder_input_ids"] = ids
+        inputs["decoder_input_ids"] = ids
         if encodes and reads_ids_alone(model):
-            given["input_ids"] = trial_ids(num_source_ids(model), width)
+            inputs["input_ids"] = trial_ids(num_source_ids(model), width)
         else:
             hidden = torch.ones(1, 8, source_width(model), dtype=model.dtype)
-            given["encoder_outputs"] = EncoderOutput(last_hidden_state=hidden)
-    logits: Tensor = model(**given, use_cache=False).logits
+            inputs["encoder_outputs"] = EncoderOutput(last_hidden_state=hidden)
+    logits: Tensor = model(**inputs, use_cache=False).logits
     return logits.float()

@@ -62,21 +62,24 @@ class RaggedForward:
 
     @cached_property
     def frame_encoder(self) -> FrameEncoder | None:
-        """What runs Whisper's encoder; None for others."""
+        """What runs Whisper's encoder; None for other models."""
         return FrameEncoder.of(self.model.model, [self._language.model])
 
     def __call__(
         self, inputs: PassInputs, layers: bool | Sequence[int] = ()
     ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        """Logits `[kept, vocab]`, and a hidden state `[nodes, width]` for each of `layers` (True: all), or None."""
+        """Logits `[logit nodes, vocab]`, and each layer's hidden state `[nodes, width]`, or None if not in `layers`.
+
+        True stands for all layers.
+        """
         inputs = self._cut(inputs, bool(layers))
         if self.recorded is None:
             logits, hidden = self.fused.output(inputs, layers or False)
             return logits[0], tuple(None if state is None else state[0] for state in hidden)
-        returned = self._returned(inputs.ids.shape[1], layers)
-        logits, *states = self.recorded.run(inputs._replace(returned=returned).tensors)
-        wanted = zip(states, returned, strict=True) if layers else ()
-        return logits[0], tuple(None if nodes is self._none else state[0] for state, nodes in wanted)
+        state_nodes = self._state_nodes(inputs.ids.shape[1], layers)
+        logits, *states = self.recorded.run(inputs._replace(state_nodes=state_nodes).tensors)
+        pairs = zip(states, state_nodes, strict=True) if layers else ()
+        return logits[0], tuple(None if nodes is self._none else state[0] for state, nodes in pairs)
 
     @property
     def draft_chains(self) -> bool:
@@ -84,26 +87,26 @@ class RaggedForward:
         return self.recorded is not None and (not self.model.reads_embeds or self._embeddings is not None)
 
     def draft_chain(self, inputs: PassInputs, steps: StepInputs, rules: Sequence[ChainRule]) -> Chained:
-        """Drafts a chain after the kept node of every row, by up to `steps` more passes."""
+        """Drafts a chain after the node with logits of every row, by up to `steps` more passes."""
         embeddings = self._embeddings
-        returned = self._returned(0, ()) if embeddings is None else [inputs.kept] * self.model.states
+        nodes = self._state_nodes(0, ()) if embeddings is None else [inputs.logit_nodes] * self.model.states
         inputs = self._cut(inputs, embeddings is not None)
         rules = [rule._replace(width=min(rule.width, self._language.vocab_size)) for rule in rules]
-        return draft_chain(self.recorded, inputs._replace(returned=returned), steps, rules, embeddings)
+        return draft_chain(self.recorded, inputs._replace(state_nodes=nodes), steps, rules, embeddings)
 
     def _cut(self, inputs: PassInputs, returns: bool) -> PassInputs:
         """The inputs with the nodes that the last layer computes to its end: all if a pass `returns` hidden states."""
         if returns or not self.fused.cuts:
             return inputs
-        return inputs._replace(last=inputs.kept, kept=torch.arange(len(inputs.kept)))
+        return inputs._replace(last=inputs.logit_nodes, logit_nodes=torch.arange(len(inputs.logit_nodes)))
 
     @property
     def _embeddings(self) -> Tensor | None:
         """The embedding table of a head, as `PackedLinear.table`; None for models that read tokens."""
         return self._language.model.embedding.table if self.model.reads_embeds else None
 
-    def _returned(self, count: int, layers: bool | Sequence[int]) -> list[Tensor]:
-        """The nodes to return of each hidden state: all `count` of `layers`, none of others."""
+    def _state_nodes(self, count: int, layers: bool | Sequence[int]) -> list[Tensor]:
+        """The nodes of which each hidden state is returned: all `count` for `layers`, none for other layers."""
         none = self._none
         if not layers:
             return [none] * self.model.states

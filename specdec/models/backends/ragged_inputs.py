@@ -36,21 +36,21 @@ class RowNodes(NamedTuple):
 class PassInputs(NamedTuple):
     """The inputs of a ragged pass: `ids` and `positions` `[1, nodes]`, and a table for each kind of layer.
 
-    For models that read embeddings, `ids` are these, `[1, nodes, width]`. `kept`: numbers of the nodes with logits,
-    never none, among those that the last layer computes to its end, whose numbers are `last`. `encoders`: one table of
-    visible encoder positions, or nothing. `buffers` hold the text, `frames` the encoders' projections. `returned[i]`:
-    numbers of the nodes whose hidden state i is returned, all or none.
+    For models that read embeddings, `ids` are embeddings `[1, nodes, width]`. `last`: numbers of the nodes that the
+    last layer computes to its end; `logit_nodes`: places in `last` of the nodes with logits, at least one. `encoders`:
+    one table of visible encoder positions, or nothing. `buffers` hold the text, `frames` the encoders' projections.
+    `state_nodes[i]`: numbers of the nodes whose hidden state i is returned, all or none.
     """
 
     ids: Tensor
     positions: Tensor
-    kept: Tensor
+    logit_nodes: Tensor
     tables: Sequence[Tensor]
     encoders: Sequence[Tensor]
     last: Tensor
     buffers: Buffers = ()
     frames: Buffers = ()
-    returned: Sequence[Tensor] = ()
+    state_nodes: Sequence[Tensor] = ()
 
     @classmethod
     def of(
@@ -86,7 +86,8 @@ class PassInputs(NamedTuple):
     @property
     def tensors(self) -> list[Tensor]:
         pairs = (side for pair in (*self.buffers, *self.frames) for side in pair)
-        return [self.ids, self.positions, self.kept, *self.tables, *self.encoders, *pairs, *self.returned, self.last]
+        first = self.ids, self.positions, self.logit_nodes
+        return [*first, *self.tables, *self.encoders, *pairs, *self.state_nodes, self.last]
 
 
 @dataclass(frozen=True, slots=True)

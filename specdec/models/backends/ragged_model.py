@@ -6,8 +6,8 @@ lists (`specdec.models.backends.ragged_inputs`). So rows and trees of any sizes 
 are never repeated.
 
 A strict model has activations whose results do not depend on a value's place in a tensor. torch computes most of a
-tensor with vectors and the rest one by one, which for some functions differs in the last bit; ours are made of
-operators for which both agree.
+tensor with vectors and the rest one by one, and for some functions the two differ in the last bit; the activations here
+consist of operators for which the two agree.
 """
 
 from __future__ import annotations
@@ -39,43 +39,44 @@ from specdec.models.protocols import ModelSpec
 ATTENTION = "specdec"
 POSITIONS = ("ids", "embedding", "bias")
 
-Noted = tuple[list[int], float, float, Tensor | None]
+AttentionOptions = tuple[list[int], float, float, Tensor | None]
 """How a module attends over the text: numbers of heads of queries and keys, widths of keys and values; scale, softcap,
 sinks."""
 
 
-class _Running(threading.local):
-    """The table of this thread's pass for cross-attention, where no argument brings it; and what a trial notes."""
+class _ThreadPass(threading.local):
+    """What no argument brings to the attention function of this thread's pass: the table for cross-attention, and
+    where a trial notes how modules attend."""
 
     cross: Tensor | None = None
-    noted: dict[nn.Module, Noted] | None = None
+    notes: dict[nn.Module, AttentionOptions] | None = None
 
 
-_running = _Running()
+_thread = _ThreadPass()
 
 
 @contextmanager
-def _seeing(table: Tensor | None) -> Iterator[None]:
-    held, _running.cross = _running.cross, table
+def _cross_attention(table: Tensor | None) -> Iterator[None]:
+    before, _thread.cross = _thread.cross, table
     try:
         yield
     finally:
-        _running.cross = held
+        _thread.cross = before
 
 
 def cross_table() -> Tensor | None:
     """The table of this thread's pass for cross-attention."""
-    return _running.cross
+    return _thread.cross
 
 
 @contextmanager
-def noting() -> Iterator[dict[nn.Module, Noted]]:
+def noting() -> Iterator[dict[nn.Module, AttentionOptions]]:
     """Context in which this thread's passes note how modules attend over the text."""
-    _running.noted = {}
+    _thread.notes = {}
     try:
-        yield _running.noted
+        yield _thread.notes
     finally:
-        _running.noted = None
+        _thread.notes = None
 
 
 def _attention(
@@ -94,13 +95,13 @@ def _attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     table, biases = attention_mask, None
     if table is None:
-        table = _running.cross
+        table = _thread.cross
     elif position_bias is not None:
         biases = position_bias[0, :, 0]  # by distance: see `RaggedModel`
     assert table is not None
-    if _running.noted is not None and attention_mask is not None and biases is None:
+    if _thread.notes is not None and attention_mask is not None and biases is None:
         sizes = [query.shape[1], key.shape[1], key.shape[3], value.shape[3]]
-        _running.noted[module] = sizes, scale, softcap or 0.0, s_aux
+        _thread.notes[module] = sizes, scale, softcap or 0.0, s_aux
     return kernels.attend(query, key, value, table, scale, softcap or 0.0, s_aux, biases), None
 
 
@@ -132,7 +133,8 @@ class RaggedModel(nn.Module):
     """A shallow copy of `language`'s model over our attention, and of a strict one over order-free activations.
 
     `widths` holds the heads of each layer and the head widths of its keys and values, `states` is the number of hidden
-    states; both are known after a first pass. `cuts`: the last layer computes `PassInputs.last` alone to its end.
+    states; both are known after a first pass. `cuts`: the last layer computes only the nodes `PassInputs.last` to its
+    end.
     """
 
     cuts = False
@@ -156,39 +158,40 @@ class RaggedModel(nn.Module):
         )
         self._source_width = source_width(self.model) if self.has_encoder else 0
 
-    def forward(self, *given: Any) -> tuple[Tensor, ...]:
-        """Logits `[1, kept, vocab]`, and each hidden state `[1, returned, width]` of the nodes in `returned`.
+    def forward(self, *fields: Any) -> tuple[Tensor, ...]:
+        """Logits `[1, logit nodes, vocab]`, and each hidden state `[1, nodes, width]` of its `state_nodes`.
 
         The arguments are the fields of `PassInputs`, positional so that they are its tensors in order.
         """
-        returned = PassInputs(*given).returned
-        logits, hidden = self.output(PassInputs(*given), bool(returned))
-        return logits, *(state.index_select(1, nodes) for state, nodes in zip(hidden, returned, strict=True))
+        state_nodes = PassInputs(*fields).state_nodes
+        logits, hidden = self.output(PassInputs(*fields), bool(state_nodes))
+        return logits, *(state.index_select(1, nodes) for state, nodes in zip(hidden, state_nodes, strict=True))
 
-    def output(self, given: PassInputs, layers: bool | Sequence[int] = False) -> tuple[Tensor, Sequence[Any]]:
-        """Logits, and hidden states `[1, nodes, width]` of these layers; None of others."""
-        tables, text = given.tables, _Text(given.buffers, given.tables[0], given.last)
-        inputs: dict[str, Any] = {
-            "inputs_embeds" if self.reads_embeds else self.prefix + "input_ids": given.ids,
+    def output(self, inputs: PassInputs, layers: bool | Sequence[int] = False) -> tuple[Tensor, Sequence[Any]]:
+        """Logits, and hidden states `[1, nodes, width]` of these layers; None for other layers."""
+        tables, text = inputs.tables, _Text(inputs.buffers, inputs.tables[0], inputs.last)
+        arguments: dict[str, Any] = {
+            "inputs_embeds" if self.reads_embeds else self.prefix + "input_ids": inputs.ids,
             self.prefix + "attention_mask": dict(zip(self.kinds, tables, strict=True)) if self.kinds else tables[0],
             CACHE: text,
             "use_cache": True,
             "return_dict": True,
         }
         if self._style == "ids":
-            inputs[self.prefix + "position_ids"] = self._places(given.ids, given.positions)
+            arguments[self.prefix + "position_ids"] = self._places(inputs.ids, inputs.positions)
         if self._logits_argument is not None:
-            inputs[self._logits_argument] = given.kept
-        if given.frames:
-            projected = Cache(layers=[Frames(*pair) for pair in given.frames])
-            inputs[CACHE] = EncoderDecoderCache(text, projected)
+            arguments[self._logits_argument] = inputs.logit_nodes
+        if inputs.frames:
+            projected = Cache(layers=[Frames(*pair) for pair in inputs.frames])
+            arguments[CACHE] = EncoderDecoderCache(text, projected)
             # Unused, but layers check that an encoder exists.
-            nothing = torch.zeros(1, 1, self._source_width, dtype=self.dtype, device=given.ids.device)
-            inputs["encoder_outputs"] = EncoderOutput(last_hidden_state=nothing)
-        even = EvenSigmoid() if self._even else nullcontext()
-        with _seeing(given.encoders[0] if given.encoders else None), self._looked_up(given.positions), even:
-            output = self.model(**inputs, output_hidden_states=hidden_states_of(layers))
-        logits = output.logits if self._logits_argument else output.logits[:, given.kept]
+            nothing = torch.zeros(1, 1, self._source_width, dtype=self.dtype, device=inputs.ids.device)
+            arguments["encoder_outputs"] = EncoderOutput(last_hidden_state=nothing)
+        cross = _cross_attention(inputs.encoders[0] if inputs.encoders else None)
+        sigmoid = EvenSigmoid() if self._even else nullcontext()
+        with cross, self._position_lookup(inputs.positions), sigmoid:
+            output = self.model(**arguments, output_hidden_states=hidden_states_of(layers))
+        logits = output.logits if self._logits_argument else output.logits[:, inputs.logit_nodes]
         return logits, returned(output, "hidden_states")
 
     def inputs(self, ids: Tensor) -> Tensor:
@@ -198,8 +201,9 @@ class RaggedModel(nn.Module):
         width = self.model.get_input_embeddings().embedding_dim
         return torch.sin(1.0 + ids[..., None] * torch.arange(width, device=ids.device)).to(self.dtype)
 
-    def _looked_up(self, positions: Tensor) -> AbstractContextManager[None]:
-        """Context in which models that take no positions find these; `Lookup` is new, as copies have other modules."""
+    def _position_lookup(self, positions: Tensor) -> AbstractContextManager[None]:
+        """Context in which models without an argument for positions find these; each model needs a `Lookup` of its
+        modules."""
         if self._style == "ids":
             return nullcontext()
         query, key, decoder = positions, positions, decoder_of(self.model)

@@ -36,7 +36,7 @@ class Sizes(NamedTuple):
     that the last layer computes to its end."""
 
     nodes: int
-    kept: int
+    logit_nodes: int
     rows: int
     columns: int
     encoders: int
@@ -157,7 +157,7 @@ def draft_chain(
     passes: Any, first: PassInputs, steps: StepInputs, rules: Sequence[ChainRule], embeddings: Tensor | None
 ) -> Chained:
     """Drafts chains: the first pass has inputs `first`; `embeddings` is a head's `PackedLinear.table`."""
-    encoders = [table[:, :, first.last[first.kept]] for table in first.encoders]
+    encoders = [table[:, :, first.last[first.logit_nodes]] for table in first.encoders]
     others = [side for pair in (*first.buffers, *first.frames) for side in pair]
     arguments = first.tensors, steps.positions, steps.tables, encoders, others, list(map(_numbers, rules)), embeddings
     tokens, probabilities, scores = passes.draft_chain(*arguments)
@@ -179,7 +179,7 @@ def _numbers(rule: ChainRule) -> tuple[object, ...]:
 
 def example(model: RaggedModel, sizes: Sizes) -> PassInputs:
     """A pass over a chain of nodes in the first row, with logits of the first nodes."""
-    count, kept, rows, columns, encoders, frames, last = sizes
+    count, num_logits, rows, columns, encoders, frames, last = sizes
     place = torch.arange(count)
     table = torch.zeros(1, 1, count, 4 + _WORDS, dtype=torch.int32)
     table[..., 1], table[..., 3] = place, place + 1
@@ -189,7 +189,7 @@ def example(model: RaggedModel, sizes: Sizes) -> PassInputs:
     return PassInputs(
         model.inputs(place[None]),
         place[None] + count,  # unequal to columns and tokens
-        place[:kept],
+        place[:num_logits],
         [table.clone() for _ in range(len(model.kinds) or 1)],
         [cross] if has_encoder else [],
         place[:last],
