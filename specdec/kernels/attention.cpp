@@ -1,7 +1,7 @@
-// Attention over a cache of keys and values: every token sees columns of its own, in a row of its own.
+// Attention over a cache of keys and values: a table says for each token its row and the columns that it sees.
 //
 //   queries   [1, heads, tokens, width]
-//   keys      [rows, kv heads, capacity, width], values alike; query heads in groups share a head of theirs. Keys may
+//   keys      [rows, kv heads, capacity, width], and values too; groups of query heads share a head of keys. Keys may
 //             lie turned, column beside column: [rows, kv heads, width, capacity]
 //   nodes     int32 [tokens, 4 + words]: row, column, first, base, and bits. The token is stored in `column`, and sees
 //             the columns from `first` to before `base`, and `base + j` wherever bit j is set
@@ -17,14 +17,14 @@
 //   - the sum of the weighted values is one chain over the columns; its vectors run over the width of a value;
 //   - the exponential is one polynomial for all lanes;
 //   - every product that is added to something is fused by name, none by the compiler's choice.
-// The softmax therefore waits until all scores of a token are known. How the work is cut changes nothing.
+// The softmax therefore waits until all scores of a token are there. How work is cut changes no result.
 //
 // Work is cut into tiles: some queries (tokens and heads) of one row that share a head of keys. A tile goes through the
 // columns that any of its queries sees, 4 * LANES at a time: it turns their keys around, so that a vector holds one
-// entry of many keys, and multiplies them by all its queries. Keys that lie so, in a range that all queries see, are
-// multiplied where they lie. Later it goes through the values of the columns that all see, for all queries at once, and
-// through those that only some see, token by token. Both are products of a small matrix of weights with rows of
-// numbers: `add_products`.
+// entry of many keys, and multiplies them by all its queries. Keys that lie turned, in a range that all queries see,
+// are multiplied where they lie. Later it goes through the values: of columns that all queries see for all queries at once,
+// of other columns token by token. Both are products of a small matrix of weights with rows of numbers:
+// `add_products`.
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
@@ -44,12 +44,12 @@
 
 namespace {
 
-constexpr int64_t QUERIES = 48;             // a tile has so many at most
-constexpr int64_t SCORES = 128 << 10;       // a tile of more than SIDE queries has so many: the second cache holds them
+constexpr int64_t QUERIES = 48;             // queries of a tile, at most
+constexpr int64_t SCORES = 128 << 10;       // scores of a tile of more than SIDE queries: the second cache holds them
 constexpr int64_t ALONE = 1 << 19;          // multiply-adds that are done before other threads have started
 constexpr int64_t AHEAD = 4 * LANES;        // columns between reads and prefetches
-constexpr int64_t ENTRIES = 8;              // so many entries of turned keys are read side by side
-constexpr size_t LINE = 64;                 // a line of the caches has so many bytes
+constexpr int64_t ENTRIES = 8;              // entries of turned keys that are read side by side
+constexpr size_t LINE = 64;                 // bytes of a line of the caches
 constexpr float NOTHING = -std::numeric_limits<float>::infinity();
 
 int64_t up(int64_t count, int64_t unit) { return (count + unit - 1) / unit * unit; }
@@ -141,9 +141,9 @@ struct Token {
   const int32_t* words;
   int64_t bits;
 
-  // Calls `take` with every column that it sees and that is not among `[begin, end)`, in order.
+  // Calls `take` with every column that the token sees outside of `[begin, end)`, in order.
   template <class Take>
-  void others(int64_t begin, int64_t end, Take take) const {
+  void outside(int64_t begin, int64_t end, Take take) const {
     for (auto c = first; c < std::min(begin, base); c++) take(c);
     for (auto c = std::max(first, end); c < base; c++) take(c);
     for (int64_t word = 0; word < bits / 32; word++)
@@ -152,7 +152,7 @@ struct Token {
         if (c < begin || c >= end) take(c);
       }
   }
-  // One past the last column that it sees; 0 if there is none.
+  // One past the last column that the token sees; 0 if it sees none.
   int64_t end() const {
     for (auto word = bits / 32; word-- > 0;)
       if (words[word]) return base + word * 32 + 32 - __builtin_clz(static_cast<uint32_t>(words[word]));
@@ -172,9 +172,9 @@ struct Nodes {
   }
 };
 
-// Neighbouring tokens of one row that all see something.
+// Neighbouring tokens of one row, each of which sees a column.
 struct Run {
-  int64_t begin, end, columns;  // columns: more than any of them sees
+  int64_t begin, end, columns;  // columns: no token sees more
 };
 
 std::vector<Run> runs_of(const Nodes& nodes) {
@@ -196,7 +196,7 @@ std::vector<Run> runs_of(const Nodes& nodes) {
 
 template <class In>
 struct Heads {  // the heads of queries, keys or values
-  const In *numbers, *end;  // the end is the storage's
+  const In *numbers, *end;  // the storage ends at `end`
   int64_t row, head, column, entry, heads, width;  // strides and sizes
 
   explicit Heads(const at::Tensor& tensor)
@@ -224,7 +224,7 @@ struct Tile {
 
 // What a token sees of the columns of a tile.
 struct Seen {
-  int64_t places, left, right, count;  // where the token's places begin; so many lie left and right of the shared ones
+  int64_t places, left, right, count;  // where the token's places begin; places left and right of the shared ones, all
 };
 
 // Memory of a thread, kept from tile to tile.
@@ -273,7 +273,7 @@ class Tiled {
   const Seen& seen(int64_t q) const { return my.seen[token(q) - first]; }
   float* scores(int64_t q) { return my.scores.data() + q * stride; }
 
-  // All columns that any of the tokens sees, in order, and for each token the places among them that it sees.
+  // Lists the columns that any of the tokens sees, in order, and for each token the places of its columns in that list.
   void gather_columns() {
     auto begin = call.nodes[first].first, shared = begin, until = call.nodes[first].base, end = until;
     for (auto t = first; t <= last; t++) {
@@ -289,7 +289,7 @@ class Tiled {
     auto left = shared - begin;
     my.marks.assign(left + end - until, 0);
     auto mark = [&](int64_t c) -> int32_t& { return my.marks[c < shared ? c - begin : c - until + left]; };
-    for (auto t = first; t <= last; t++) call.nodes[t].others(shared, until, [&](int64_t c) { mark(c) = 1; });
+    for (auto t = first; t <= last; t++) call.nodes[t].outside(shared, until, [&](int64_t c) { mark(c) = 1; });
 
     my.columns.clear();
     auto keep = [&](int64_t c) {
@@ -308,7 +308,7 @@ class Tiled {
     my.places.clear();
     for (auto t = first; t <= last; t++) {
       Seen one{static_cast<int64_t>(my.places.size()), 0, 0, 0};
-      call.nodes[t].others(shared, until, [&](int64_t c) {
+      call.nodes[t].outside(shared, until, [&](int64_t c) {
         my.places.push_back(mark(c));
         (c < shared ? one.left : one.right)++;
       });
@@ -338,14 +338,14 @@ class Tiled {
     for (int64_t q = 0; q < count; q++) queries[q] = my.queries.data() + q * width;
 
     auto head = call.keys.of(row, tile.head);
-    auto whole = up(columns, LANES), apart = call.keys.entry;
-    auto end = head + (width - 1) * apart + my.columns[0] + whole;  // whole vectors are read
+    auto whole = up(columns, LANES), entry = call.keys.entry;
+    auto end = head + (width - 1) * entry + my.columns[0] + whole;  // whole vectors are read
     if (call.keys.column == 1 && shared_to - shared_from == columns && end <= call.keys.end) {
       std::array<const In*, ENTRIES> rows;
       for (int64_t i = 0; i < width; i += ENTRIES) {
         auto now = std::min(ENTRIES, width - i);
-        for (int64_t r = 0; r < now; r++) rows[r] = head + (i + r) * apart + my.columns[0];
-        add_products(queries, count, rows.data(), now, whole, ENTRIES * apart, scores(0), stride, i == 0);
+        for (int64_t r = 0; r < now; r++) rows[r] = head + (i + r) * entry + my.columns[0];
+        add_products(queries, count, rows.data(), now, whole, ENTRIES * entry, scores(0), stride, i == 0);
         for (int64_t q = 0; q < count; q++) queries[q] += now;
       }
       return;
@@ -354,11 +354,11 @@ class Tiled {
     for (int64_t at = 0; at < columns; at += PANEL) {
       auto now = std::min(PANEL, columns - at), padded = up(now, LANES);
       for (int64_t j = 0; j < padded; j++) keys[j] = head + my.columns[at + std::min(j, now - 1)] * call.keys.column;
-      if (apart == 1)
+      if (entry == 1)
         turn(keys.data(), padded, width, AHEAD * call.keys.column, panel);
       else
         for (int64_t i = 0; i < width; i++)
-          for (int64_t j = 0; j < padded; j++) panel[i * PANEL + j] = static_cast<float>(keys[j][i * apart]);
+          for (int64_t j = 0; j < padded; j++) panel[i * PANEL + j] = static_cast<float>(keys[j][i * entry]);
       add_products(queries, count, entries, width, padded, 0, scores(0) + at, stride, true);
     }
   }
@@ -408,19 +408,19 @@ class Tiled {
     for (auto i = far; i < n; i++) to[i] += biases[n - 1 - i];
   }
 
-  // Weighted values: of columns left of the shared ones, of these, and of those right of them.
+  // Adds weighted values: of columns left of the shared ones, of shared columns, of columns right of them.
   void weigh() {
     wide = up(call.values.width, LANES);
     std::fill_n(sized(my.sums, count * wide), count * wide, 0.f);
-    weigh_own(true);
+    weigh_side(true);
     for (int64_t q = 0; q < count; q++) weights[q] = scores(q) + seen(q).left;
     add_values(0, count, my.columns.data() + shared_from, shared_to - shared_from);
     for (int64_t q = 0; q < count; q++) weights[q] += shared_to - shared_from;
-    weigh_own(false);
+    weigh_side(false);
   }
 
-  // Columns of the tokens' own, for the queries of one token at a time.
-  void weigh_own(bool left) {
+  // Adds weighted values of columns left or right of the shared ones, for the queries of one token at a time.
+  void weigh_side(bool left) {
     for (int64_t q = 0, next; q < count; q = next) {
       for (next = q + 1; next < count && token(next) == token(q);) next++;
       auto of_token = seen(q);
@@ -487,7 +487,7 @@ std::vector<Tile> tiles_of(const Call<In>& call, const std::vector<Run>& runs, i
   return tiles;
 }
 
-// Threads take tile after tile, from the last one on: of a prompt these see the most columns.
+// Threads take tile after tile, the last tile first: the last tokens of a prompt see the most columns.
 template <class In>
 void attend_all(const Call<In>& call, int64_t heads) {
   auto runs = runs_of(call.nodes);

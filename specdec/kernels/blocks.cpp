@@ -22,7 +22,7 @@ struct Columns {
 using Byte = uint8_t;
 using Decode = void (*)(const Byte* block, int group, Columns& to);
 
-// How a kind of blocks lies in the file, and what becomes of it.
+// How a kind of blocks lies in the file, and how it is packed.
 struct Kind {
   int64_t columns, bytes;  // in a block
   Decode decode;

@@ -9,13 +9,13 @@
 //   scales, mins   [blocks, parts, 32] float16 or bfloat16; or int8, to be multiplied by `steps` float16 [blocks,
 //            columns / 256, 2, 32], of scales and of mins; or mins int8 alone, to be multiplied by the scales
 //
-// weight = ((integer - zero) * scale + min) * factor; with `levels`, int8 [16], the integer is one of these. The zero
+// weight = ((integer - zero) * scale + min) * factor; with `levels`, int8 [16], the integer is a level. The zero
 // is the zero of signed integers, or 0 with mins.
 //
 // Sums of a part are exact, and parts are added in their order, so a row's result is the same, bit for bit, whatever
 // rows stand beside it, on whatever thread.
 //
-// A head may compute its first `likely` outputs first: if one of these is sure, the others are not computed, but -inf.
+// A head may compute its first `likely` outputs first: if one of them is sure, all later ones are -inf, uncomputed.
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
@@ -200,10 +200,10 @@ Integers integers(const at::Tensor& x, int64_t count, const Weight& weight, bool
   auto turn = turns ? (count + turns - 1) / turns : 1;
   auto line = [](int64_t bytes) { return (bytes + 63) / 64 * 64; };
   auto of_q = line(count * weight.columns), of_scales = line(count * groups * 4), of_parts = line(count * parts * 4);
-  static thread_local std::vector<char> held;  // a tensor for each call would take half a microsecond
-  if (auto size = static_cast<size_t>(of_q + of_scales + 2 * of_parts); held.size() < size) held.resize(size);
+  static thread_local std::vector<char> scratch;  // a tensor for each call would take half a microsecond
+  if (auto size = static_cast<size_t>(of_q + of_scales + 2 * of_parts); scratch.size() < size) scratch.resize(size);
   Integers rows{turn};
-  auto room = held.data();
+  auto room = scratch.data();
   auto q = reinterpret_cast<int8_t*>(room);
   auto scales = reinterpret_cast<float*>(room + of_q);
   auto offsets = reinterpret_cast<int32_t*>(room + of_q + of_scales);

@@ -1,4 +1,4 @@
-// Products of rows with the weights of experts, which lie one behind the other: only those that rows chose are read.
+// Products of rows with the weights of experts, which lie one behind the other: only weights that rows chose are read.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>

@@ -3,8 +3,8 @@
 //   queries, keys, values   [rows, heads, frames, width], float32 or bfloat16
 //   result                  [rows, frames, heads, width]
 //
-// A frame's result does not depend on other rows nor on threads. Processors that multiply pairs of bfloat16 do so, also
-// with the softmax's results; elsewhere and in float32 all is float32.
+// A frame's result does not depend on other rows nor on threads. Where the processor multiplies pairs of bfloat16, both
+// products of bfloat16 tensors take such pairs, so the softmax's results are rounded; all else is float32.
 //
 // Both products are sums over `inputs` (entries of a key; frames) for panels of 4 * LANES outputs (frames; entries of a
 // value). Inputs lie in words of one float or two of bfloat16: [panels, words, 4 * LANES].
@@ -26,12 +26,12 @@
 
 namespace {
 
-constexpr int64_t QUERIES = 8 * SIDE;  // whose scores stay in the second cache
+constexpr int64_t QUERIES = 8 * SIDE;  // queries whose scores stay in the second cache
 
 int64_t parts(int64_t count, int64_t size) { return (count + size - 1) / size; }
 
 struct Singles {
-  static constexpr int NUMBERS = 1;  // in a word
+  static constexpr int NUMBERS = 1;  // numbers in a word
 
   static Floats power(Floats x) { return exponential(x * 0.693147181f); }
   static uint32_t word(float number, float) { return std::bit_cast<uint32_t>(number); }
@@ -70,9 +70,9 @@ struct Pairs {
 using Pairs = Singles;
 #endif
 
-// sums[r] = the sum over words of rows[r] times the words of the panel, for R rows.
+// sums[r * gap] = the sum over words of rows[r * stride] times the words of the panel, for R rows.
 template <class Kind, int R>
-void multiply(const float* rows, int64_t stride, const uint32_t* panel, int64_t words, float* sums, int64_t apart) {
+void multiply(const float* rows, int64_t stride, const uint32_t* panel, int64_t words, float* sums, int64_t gap) {
   Floats sum[R][VECTORS] = {};
   for (int64_t word = 0; word < words; word++, panel += PANEL) {
     Words entries[VECTORS];
@@ -83,7 +83,7 @@ void multiply(const float* rows, int64_t stride, const uint32_t* panel, int64_t 
     }
   }
   UNROLL for (int r = 0; r < R; r++)
-    UNROLL for (int v = 0; v < VECTORS; v++) store(sums + r * apart + v * LANES, sum[r][v]);
+    UNROLL for (int v = 0; v < VECTORS; v++) store(sums + r * gap + v * LANES, sum[r][v]);
 }
 
 template <class Kind, int... R>
@@ -124,7 +124,7 @@ void pack(int64_t inputs, int64_t outputs, uint32_t* to, Number number, Block bl
       }
 }
 
-// Scores to weights, which are put into words; returns their sum.
+// Turns scores into weights, and puts these into words; returns their sum.
 template <class Kind>
 float soften(float* scores, int64_t count, float scale) {
   constexpr float NOTHING = -std::numeric_limits<float>::infinity();

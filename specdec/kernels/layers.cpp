@@ -84,7 +84,8 @@ std::vector<at::Tensor> pieces(const char* name, const Linears& layers, const at
       parts.push_back(output.narrow(-1, begin, sizes[parts.size()]));
     }
   }
-  TORCH_CHECK_VALUE(parts.size() == sizes.size(), "`", name, "` must give pieces of sizes ", sizes, ", got ", parts.size());
+  auto count = parts.size();
+  TORCH_CHECK_VALUE(count == sizes.size(), "`", name, "` must give pieces of sizes ", sizes, ", got ", count);
   return parts;
 }
 

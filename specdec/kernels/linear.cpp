@@ -11,11 +11,11 @@
 //   scales, mins   float16 [blocks, groups, 32]   weight = integer * scale + min; 4 bits without mins are -8..7; a group
 //                                                 is 32 columns; mins in int8 are multiples of the scales
 //
-// Every output is summed column by column in float32, in one order whatever rows stand beside it, in whatever block of
-// rows or columns, on whatever thread: a row's result is the same, bit for bit, alone and among others. A
-// step takes two columns where the processor multiplies pairs of bfloat16, and 32 where it has tiles (AMX), which read
-// chunks of bfloat16 as they lie: 16 of them are two tiles of 16 pairs times 16 outputs. Tiles round otherwise than
-// vectors, and torch's own product over the unpacked weight otherwise again: `Way` says which of them is taken.
+// Every output is summed column by column in float32, in one order: a row's result is the same, bit for bit, whatever
+// rows stand beside it, and whatever blocks and threads the work is cut into. A step takes two columns where the
+// processor multiplies pairs of bfloat16, and 32 where it has tiles (AMX), which read chunks of bfloat16 as they lie: 16
+// chunks are two tiles of 16 pairs times 16 outputs. Tiles, vectors, and torch's product over the unpacked weight round
+// in three ways: `Way` says which of them is taken.
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
@@ -52,7 +52,7 @@ struct Packed {
   const at::Half* scales;
   const void* mins;
   const float *factors, *bias;
-  bool are_multiples;  // the mins: of the scales
+  bool are_multiples;  // the mins are multiples of the scales
   // columns: inputs and padding; group: GROUP where there are scales, or all columns; width: from a row to the next
   int64_t inputs, outputs, columns, group, width;
 
@@ -141,7 +141,7 @@ struct Int8Pairs : Pairs {
 
 struct Int4Pairs : Pairs {
   static constexpr int COLUMNS = 8;
-  __m512i table;  // the bfloat16 of every nibble, twice: of an index only five bits are looked at
+  __m512i table;  // the bfloat16 of every nibble, twice: an index has five bits
 
   explicit Int4Pairs(const Packed& packed) : Pairs(packed) {
     at::BFloat16 values[32];
@@ -169,18 +169,18 @@ struct Rows {
   }
 };
 
-// Adds columns `[begin, end)` of B blocks, `apart` from one another, to the sums `[R, 32]` of R rows; a further block
-// has its sums behind `BATCH` rows; prefetches at `ahead` in each of them, which moves on by `stride` bytes a chunk. A
-// group is summed up in integers' units, and scaled then.
+// Adds columns `[begin, end)` of B blocks, each `gap` blocks after the one before, to the sums `[R, 32]` of R rows; the
+// sums of the second block lie BATCH rows behind those of the first. Prefetches `ahead` of each block; `ahead` grows by
+// `stride` bytes a chunk. A group is summed up in integers' units, and then scaled.
 template <class Kind, int R, int B>
-void add_columns(const Packed& packed, int64_t block, int64_t apart, int64_t begin, int64_t end,
+void add_columns(const Packed& packed, int64_t block, int64_t gap, int64_t begin, int64_t end,
                  Rows<typename Kind::Row> rows, float* sums, int64_t ahead, int64_t stride) {
   const Kind kind(packed);
-  // Integers alone have scales: compilers that do not know it move the sums of 12 rows of floats out of registers.
+  // Only integers have scales: compilers that do not know this move the sums of 12 rows of floats out of registers.
   const auto scales = Kind::COLUMNS > 2 ? packed.scales : nullptr;
   const auto mins = Kind::COLUMNS > 2 ? packed.mins : nullptr;
   auto chunk = packed.chunks + packed.offset<Kind>(block, begin);
-  auto next = packed.offset<Kind>(apart, 0);
+  auto next = packed.offset<Kind>(gap, 0);
   for (int64_t first = begin; first < end; first += packed.group) {
     auto last = std::min(first + packed.group, end);
     Floats sum[B][R][VECTORS];
@@ -206,7 +206,7 @@ void add_columns(const Packed& packed, int64_t block, int64_t apart, int64_t beg
 
     auto group = first / packed.group;
     UNROLL for (int b = 0; b < B; b++) {
-      auto at = ((block + b * apart) * packed.groups() + group) * BLOCK;
+      auto at = ((block + b * gap) * packed.groups() + group) * BLOCK;
       Floats scale[VECTORS], min[VECTORS];
       UNROLL for (int v = 0; v < VECTORS; v++) {
         if (scales) scale[v] = floats(scales + at + v * LANES);
@@ -247,18 +247,18 @@ void add_block(const Packed& packed, int64_t block, Rows<typename Kind::Row> row
   }
 }
 
-// The sums `[2, BATCH, 32]` of two blocks. Few rows take both at once: one alone would wait for its own sums.
+// The sums `[2, BATCH, 32]` of two blocks. Few rows take both at once: each step in one block waits for its last.
 template <class Kind>
-void add_blocks(const Packed& packed, int64_t block, int64_t apart, Rows<typename Kind::Row> rows, int64_t count,
+void add_blocks(const Packed& packed, int64_t block, int64_t gap, Rows<typename Kind::Row> rows, int64_t count,
                 float* sums) {
   static constexpr auto add = by_rows<Kind, 2>(std::make_integer_sequence<int, ROWS / 3>());
   if (count <= ROWS / 3) {
     std::fill_n(sums, count * BLOCK, 0.0f);
     std::fill_n(sums + BATCH * BLOCK, count * BLOCK, 0.0f);
-    add[count - 1](packed, block, apart, 0, packed.columns, rows, sums, AHEAD, CHUNK);
+    add[count - 1](packed, block, gap, 0, packed.columns, rows, sums, AHEAD, CHUNK);
   } else {
     add_block<Kind>(packed, block, rows, count, sums);
-    add_block<Kind>(packed, block + apart, rows, count, sums + BATCH * BLOCK);
+    add_block<Kind>(packed, block + gap, rows, count, sums + BATCH * BLOCK);
   }
 }
 
@@ -479,10 +479,11 @@ int64_t columns_of_chunk(at::ScalarType type) {
   }
 }
 
-// How rows are multiplied: as is fastest for their number, or all alike, or in one way that a measurement names.
+// How rows are multiplied: the fastest way for their number, one way for all numbers, or a way that is measured.
 enum Way : int64_t { FASTEST, ALIKE, VECTORS_ALONE, TILES_ALONE, UNPACKED };
 
-// From how many rows on another way than vectors is the fastest, as `set_ways` was told; by what is multiplied.
+// From how many rows on tiles, and the unpacked weight, are faster than vectors, by types of weight and rows;
+// `set_ways` sets them.
 constexpr int64_t NEVER = std::numeric_limits<int64_t>::max();
 struct Fastest {
   std::atomic<int64_t> tiles = NEVER, unpacked = NEVER;

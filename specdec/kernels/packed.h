@@ -20,7 +20,7 @@ constexpr int VECTORS = BLOCK / LANES;
 
 typedef int8_t Bytes __attribute__((vector_size(LANES)));
 
-inline Floats floats(const int8_t* bytes) {  // GCC's own conversion takes them one by one
+inline Floats floats(const int8_t* bytes) {  // GCC would convert them one by one
 #if defined(__AVX512F__)
   return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load<__m128i>(bytes)));
 #elif defined(__AVX2__)
@@ -63,7 +63,8 @@ inline float largest_of(Floats numbers) {
 #endif
 }
 
-// A group of an output in 8 bits, and the low four bits of one: `chunks` is the output's place in the group's first.
+// Puts a group of an output in 8 bits, and the low four bits of a group; `chunks`: the output's place in the group's
+// first chunk.
 inline void put_8(const void* bytes, uint8_t* chunks) {
   for (int four = 0; four < GROUP; four += 4)
     store(chunks + four / 4 * CHUNK, load<uint32_t>(static_cast<const char*>(bytes) + four));

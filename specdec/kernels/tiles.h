@@ -22,7 +22,7 @@ constexpr int64_t TILE_ROWS = 16, TILE_BYTES = 64;
 
 struct alignas(64) TileSizes {
   uint8_t palette = 1, start = 0, reserved[14] = {};
-  uint16_t bytes[16] = {};  // of a row of each tile
+  uint16_t bytes[16] = {};  // bytes of a row of each tile
   uint8_t rows[16] = {};
 };
 
@@ -31,7 +31,7 @@ struct alignas(64) TileSizes {
 // Macros, as the intrinsics take nothing but digits as tiles.
 #if defined(__clang__)
 #define TILE_SIZES(sizes) _tile_loadconfig(&(sizes))
-#else  // GCC's intrinsic names 8 of the 64 bytes that it reads, so the others may never be written
+#else  // GCC's intrinsic names 8 of the 64 bytes that it reads, so GCC may leave the rest unwritten
 #define TILE_SIZES(sizes) __asm__ volatile("ldtilecfg\t%0" : : "m"(sizes))
 #endif
 #define TILE_LOAD(tile, from, stride) _tile_loadd(tile, from, stride)
@@ -39,7 +39,7 @@ struct alignas(64) TileSizes {
 #define TILE_ADD_PAIRS(sums, rows, weights) _tile_dpbf16ps(sums, rows, weights)
 #define TILE_RELEASE() _tile_release()
 
-// Linux lets a process use tiles once it has asked.
+// Linux lets a process use tiles once the process has asked.
 inline bool has_tiles() {
   constexpr int REQUEST = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
   static const bool permitted = syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
@@ -62,7 +62,8 @@ struct Tiles {
     for (int row = 0; row < sizes.rows[tile]; row++)
       std::memcpy(static_cast<char*>(to) + row * stride, bytes[tile][row], sizes.bytes[tile]);
   }
-  // TDPBF16PS: even and odd columns are added up apart, then to the sums; numbers that are not normal count as 0.
+  // TDPBF16PS: adds the sum of even columns to the sum of odd ones, then to `sums`; numbers that are not normal count
+  // as 0.
   void add_pairs(int sums, int rows, int weights) {
     for (int row = 0; row < sizes.rows[sums]; row++) {
       float parts[2][TILE_BYTES / 4] = {};
@@ -90,7 +91,7 @@ struct Tiles {
 
 thread_local Tiles tiles;
 
-#define TILE_SIZES(given) (tiles.sizes = (given))
+#define TILE_SIZES(source) (tiles.sizes = (source))
 #define TILE_LOAD(tile, from, stride) tiles.load(tile, from, stride)
 #define TILE_STORE(tile, to, stride) tiles.store(tile, to, stride)
 #define TILE_ADD_PAIRS(sums, rows, weights) tiles.add_pairs(sums, rows, weights)
