@@ -53,7 +53,10 @@ class Task:
 
 
 def specdec(task: Task) -> Generate:
-    """This package as it comes; "lookup" is the suffix automaton, "both" the named draft, "model" it alone."""
+    """This package; "lookup" is the suffix automaton, "both" the named draft as it comes, "model" it alone.
+
+    "auto": no draft is named, as on the command line.
+    """
     from specdec import SpecGenerator
 
     how: dict[str, Any] = {
@@ -66,8 +69,8 @@ def specdec(task: Task) -> Generate:
     is_file = task.weights == "gguf"
     target = task.at("gguf" if is_file else "target")
     draft: Any = task.at("gguf_draft" if is_file else "draft") if task.draft in ("model", "both") else None
-    if task.draft == "lookup":
-        draft = "suffix"
+    if task.draft in ("lookup", "auto"):
+        draft = "suffix" if task.draft == "lookup" else "auto"
     elif task.draft == "model":
         draft = f"model:{draft}"
     generator = SpecGenerator.from_pretrained(target, draft, backend="packed", prefix_cache=False, **how)
@@ -216,7 +219,7 @@ ENGINES: dict[str, Engine] = {
         "specdec-runtime",
         specdec,
         ("float32", "bfloat16", "int8", "int4", "gguf"),
-        ("plain", "lookup", "model", "both"),
+        ("plain", "lookup", "model", "both", "auto"),
     ),
     "transformers": Engine(
         "transformers", transformers, ("float32", "bfloat16", "gguf"), ("plain", "lookup", "model")

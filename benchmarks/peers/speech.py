@@ -34,7 +34,7 @@ Hear = Callable[[Any], str]
 """From samples `[length]`, 16,000 a second, to their text."""
 
 
-def specdec(task: dict[str, Any], draft: str | None = None, **how: str) -> Hear:
+def specdec(task: dict[str, Any], draft: str = "auto", **how: str) -> Hear:
     """This package, loaded with the options `how`."""
     from specdec import Transcriber
 
@@ -79,7 +79,8 @@ def openvino(task: dict[str, Any], folder: str, **how: Any) -> Hear:
 # By name: the engine, its distribution, the model that it needs, and how it starts.
 SYSTEMS: dict[str, tuple[str, str, str, Callable[[dict[str, Any]], Hear]]] = {
     "specdec, as it comes": ("specdec", "torch", "target", specdec),
-    "specdec, float32": ("specdec", "torch", "target", partial(specdec, dtype="float32")),
+    "specdec, no draft": ("specdec", "torch", "target", partial(specdec, draft="none")),
+    "specdec, float32": ("specdec", "torch", "target", partial(specdec, draft="none", dtype="float32")),
     "specdec, float32, suffix": ("specdec", "torch", "target", partial(specdec, draft="suffix", dtype="float32")),
     "transformers": ("transformers", "transformers", "target", transformers),
     "faster-whisper": ("faster-whisper", "faster-whisper", "ct2", partial(faster_whisper, kind="float32")),
