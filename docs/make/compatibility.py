@@ -40,6 +40,7 @@ DRAFTS: dict[str, str] = {  # in the page -> what is passed
     "a hybrid": "HYBRID",
     "an EAGLE-3 head": "HEAD",
     '`"mtp"`': "mtp",
+    '`"quantized"`': "quantized",
     '`"early_exit:1"`': "early_exit:1",
     "a function": "FUNCTION",
 }
