@@ -418,11 +418,17 @@ class LanguageModel:
         return next((one for one in (name, self.prefix + name) if one in self.input_names), None)
 
     def _make_ragged(self) -> RaggedForward | None:
-        """Ragged passes, for backends above "eager" where the model allows them."""
+        """Ragged passes, for backends above "eager" where the model allows them; of an owned model, recorded by now.
+
+        Otherwise the first pass would take several times as long as any other, also in the eyes of a draft schedule.
+        """
         try:
-            return RaggedForward(self) if self._is_packed else None
+            ragged = RaggedForward(self) if self._is_packed else None
         except UnsupportedError:
             return None
+        if ragged is not None and self.is_owned:
+            ragged.record()
+        return ragged
 
     def _check_strict(self) -> None:
         """Raises UnsupportedError if a token's logits depend on anything but its text."""
