@@ -6,6 +6,7 @@ import logging
 import threading
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,7 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from specdec.core.drafts import Draft, Drafter, refuse_argument
-from specdec.errors import DraftError, OptionError, VocabularyError
+from specdec.errors import DraftError, OptionError, UnsupportedError, VocabularyError
 from specdec.generator.build_request import ScheduledDraft
 from specdec.generator.inputs.prompts import FEATURES
 from specdec.generator.tokenizers import check_split_rule, check_tokenizer, tokenizer_beside
@@ -167,7 +168,8 @@ class Drafts:
         hears = target.config.model_type == "whisper" and target.is_encoder_decoder
         writes = hears or not target.is_encoder_decoder  # what is read by an encoder is mostly copied
         if writes and self._how.backend != "eager" and target.is_owned and may_draft(target.model):
-            return self._with_copies(QuantizedDraft(target))
+            with suppress(UnsupportedError):  # a cache of another form, or other logits in 4 bits
+                return self._with_copies(QuantizedDraft(target))
         return None if hears else self._remembering(SuffixDraft())
 
     def _registered(self, draft: str, name: str) -> Draft:

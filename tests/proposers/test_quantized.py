@@ -157,3 +157,10 @@ def test_targets_that_it_is_not_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lighten, "free_bytes", lambda device: 10)
     with pytest.raises(UnsupportedError, match="no room for a copy"):
         SpecGenerator(wide(), "quantized")
+
+
+@pytest.mark.parametrize("name", ["mamba", "mpt", "lfm2"])
+def test_auto_copies_where_it_is_not_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large model with another cache than keys and values had no default draft, but an error."""
+    monkeypatch.setattr(lighten, "_LEAST", 1)
+    assert isinstance(SpecGenerator(LanguageModel(tiny(name), owned=True), "auto").draft, SuffixDraft)
