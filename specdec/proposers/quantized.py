@@ -70,7 +70,8 @@ class QuantizedProposer(ModelProposer):
         return ()
 
     def unread(self, seq: SequenceView) -> int:
-        return len(seq.tokens) - self._session.length(_row(seq))
+        length: int = seq.length  # type: ignore[attr-defined]
+        return length - self._session.length(_row(seq))
 
     def fork(self, seq: SequenceView, source: int | SavedState, length: int) -> int:
         return 0
@@ -95,7 +96,7 @@ class QuantizedProposer(ModelProposer):
         pass
 
     def _row(self, seq: SequenceView) -> CachedText:
-        return CachedText(_row(seq), seq, seq.tokens, self._session.length(_row(seq)))
+        return CachedText(_row(seq), seq, seq.tokens, len(seq.tokens) - self.unread(seq))
 
     def _limit(self, seq: SequenceView, budget: Budget) -> int:
         """No branches of a search: the target's cache holds them in an order of its own."""

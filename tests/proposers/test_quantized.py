@@ -122,6 +122,19 @@ def test_a_changed_model_is_copied_anew() -> None:
     assert out.sequences.tolist() == SpecGenerator(model).generate(PROMPTS, **endless(10)).sequences.tolist()
 
 
+@pytest.mark.parametrize("backend", ["eager", "packed"])
+@pytest.mark.parametrize("how", [{}, {"num_assistant_branches": 3}], ids=str)
+def test_prompts_of_embeddings(how: dict[str, Any], backend: str) -> None:
+    """Their positions in the cache were taken for tokens, so that nothing was left to guess from: passes failed."""
+    model = LanguageModel(wide(), backend=backend, owned=True)
+    embeds = torch.randn(1, 8, 64, generator=torch.Generator().manual_seed(6))
+    generator = SpecGenerator(model, "quantized", schedule="constant", num_assistant_tokens=4)
+    out = generator.generate(inputs_embeds=embeds, **endless(12, **how))
+    expected = SpecGenerator(model).generate(inputs_embeds=embeds, **endless(12))
+    assert out.sequences.tolist() == expected.sequences.tolist()
+    assert out.stats.num_draft_tokens > 0
+
+
 @pytest.mark.parametrize("name", ["t5", "whisper"])
 def test_an_encoder_decoder_shares_its_frames(name: str) -> None:
     model, inputs = tiny(name), tiny_inputs(name, 2)
