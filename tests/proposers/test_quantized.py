@@ -177,3 +177,12 @@ def test_auto_copies_where_it_is_not_for(name: str, monkeypatch: pytest.MonkeyPa
     """A large model with another cache than keys and values had no default draft, but an error."""
     monkeypatch.setattr(lighten, "_LEAST", 1)
     assert isinstance(SpecGenerator(LanguageModel(tiny(name), owned=True), "auto").draft, SuffixDraft)
+
+
+def test_a_copy_with_other_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its rounding was undone, and a copy in the target's own numbers drafted, which takes as long as the target."""
+    monkeypatch.setattr("specdec.models.backends.packed_layers._ALIKE", 2)
+    with pytest.raises(UnsupportedError, match=r"other logits in 4 bits: .* name another draft"):
+        SpecGenerator(wide(), "quantized")
+    monkeypatch.setattr(lighten, "_LEAST", 1)
+    assert isinstance(SpecGenerator(LanguageModel(wide(), owned=True), "auto").draft, SuffixDraft)

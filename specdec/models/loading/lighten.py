@@ -55,16 +55,19 @@ def lightened(model: Any, *, owned: bool) -> Any:
 def quantized(model: Any) -> Any:
     """A copy of a target's model like `lightened`'s, which drafts for it, of any size.
 
-    Raises UnsupportedError without kernels, for a model that cannot be packed or has rounded weights, and where memory
-    has no room.
+    Raises UnsupportedError without kernels, for a model that cannot be packed or has rounded weights, where memory has
+    no room, and where the copy's logits are others.
     """
     kernels.check("draft='quantized'")
     reason, size = why_not_packed(model) or ("has rounded weights" if _is_rounded(model) else None), _count(model)
     if reason is None and free_bytes(torch.device("cpu")) < size:
         reason = f"has {size:,} weights, and memory has no room for a copy of them in 4 bits"
-    if reason is not None:
-        raise UnsupportedError(f"{type(model).__name__} {reason}: draft='quantized' is not for it, name another draft")
-    return _in_few_bits(shallow_copy(model), _LARGE // 2)
+    if reason is None:
+        few = _in_few_bits(shallow_copy(model), _LARGE // 2)
+        if _is_rounded(few):
+            return few
+        reason = "reads weights of its layers by itself, or has other logits in 4 bits"
+    raise UnsupportedError(f"{type(model).__name__} {reason}: draft='quantized' is not for it, name another draft")
 
 
 def may_draft(model: Any) -> bool:
