@@ -240,7 +240,7 @@ def _label(draft: str) -> str:
     name = read_draft(draft)
     if name.model is not None:
         return f"model and {name.word}" if name.copies else "model alone"
-    return "no draft" if name.word is None else draft
+    return "no draft" if draft == NONE else draft
 
 
 def _advice(request: CommandRequest, trials: Sequence[Trial], *, chats: bool) -> Iterator[Finding]:

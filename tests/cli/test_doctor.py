@@ -104,7 +104,7 @@ def test_advice(busy: bool, monkeypatch: pytest.MonkeyPatch, called: Any) -> Non
     """
     counts = {"num_draft_tokens": 40, "num_accepted_draft_tokens": 30, "num_target_passes": 6, "draft_seconds": 1.4}
     floats, eight = (Stats(**counts, settings={"weight_kind": kind}) for kind in ("float32", "int8"))
-    lines = [("none", 100.0), ("suffix", 50.0), ("model:d", 110.0), ("suffix+d", 60.0)]
+    lines = [("none", 100.0), ("suffix", 50.0), ("model:d", 110.0), ("suffix+d", 60.0), ("auto", 70.0)]
     trials = [trial(draft, ms, Mode(), floats) for draft, ms in lines]
     trials.append(trial("suffix", 20.0, Mode(quantization="int8-weight"), eight))
     generator = SpecGenerator(tiny("llama", vocab=WIDTH), "suffix", tokenizer=byte_tokenizer())
@@ -122,6 +122,7 @@ def test_advice(busy: bool, monkeypatch: pytest.MonkeyPatch, called: Any) -> Non
         "✓ suffix           50.0 ms per token, first token 0.50 s; 2.00×\n",
         "· model alone      110.0 ms per token, first token 0.50 s; 0.91×, it does not pay: 75% of 120 guesses were",
         "✓ model and suffix 60.0 ms",
+        "✓ auto             70.0 ms",
         "int8 weights\n  ✓ suffix ",
         "· all drafts       not tried: no time",
         "✓ command          specdec generate zoo:python-code --draft suffix --quantization int8-weight -p 'YOUR",
