@@ -14,7 +14,7 @@ from specdec.cli.request import DEFAULT_NEW_TOKENS, DRAFT_FLAGS
 from specdec.cli.terminal import hush
 from specdec.core.draft_schedules import SCHEDULES
 from specdec.options import bundled_models
-from specdec.options.drafts import SPELLINGS, WORDS
+from specdec.options.drafts import FOLLOWING, SPELLINGS, WORDS
 from specdec.options.fields import COPYING
 from specdec.options.load import ACTIVATIONS, AUTO, BACKENDS, DTYPES, EXACTNESS, NONE, OFFLOADS, QUANTIZATIONS
 
@@ -28,7 +28,7 @@ def one_of(words: Iterable[str]) -> Callable[[str], list[str]]:
 
 
 _PAIRS = [f"zoo:{name}" for name in bundled_models.NAMES]
-_DRAFTS = [*WORDS, *_PAIRS, *(f"{word}+{pair}" for word in COPYING for pair in _PAIRS), AUTO, NONE]
+_DRAFTS = [*WORDS, *_PAIRS, *(f"{word}+{pair}" for word in COPYING for pair in (*_PAIRS, *FOLLOWING)), AUTO, NONE]
 
 
 def flag(help: str, *names: str, words: Iterable[str] = (), **how: Any) -> Any:

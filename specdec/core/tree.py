@@ -79,15 +79,19 @@ class Tree:
             children.setdefault(key, node)
         return children
 
-    def follow(self, tokens: Sequence[int]) -> tuple[int, bool]:
-        """How many of `tokens` form a path from the root, and whether the tree has another node after that path."""
-        children, node = self.children(), -1
-        for count, token in enumerate(tokens):
-            after = children.get((node, token))
-            if after is None:
-                return count, node in self.parents
-            node = after
-        return len(tokens), False
+    def tested(self, tokens: Sequence[int]) -> tuple[list[tuple[float, bool]], int]:
+        """The confidence of each node that a text reached as it went on with `tokens`, and whether it became text.
+
+        Besides, on how many levels these nodes lie.
+        """
+        children, path = self.children(), [-1]
+        for token in tokens:
+            if (node := children.get((path[-1], token))) is None:
+                break
+            path.append(node)
+        reached, sure = {*path[: len(tokens)]}, self.confidence or [1.0] * len(self.tokens)
+        nodes = [node for node, parent in enumerate(self.parents) if parent in reached]
+        return [(sure[node], node in path) for node in nodes], len({self.parents[node] for node in nodes})
 
     @property
     def depth(self) -> int:

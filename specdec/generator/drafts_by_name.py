@@ -26,7 +26,7 @@ from specdec.models import LanguageModel, load_model, may_draft, place_tokens, s
 from specdec.models.hf.derived import on_encoder_of
 from specdec.models.hf.load_errors import check_folder
 from specdec.models.loading.lighten import lightened
-from specdec.options.drafts import ALONE, SPELLINGS, read_draft
+from specdec.options.drafts import ALONE, FOLLOWING, SPELLINGS, read_draft
 from specdec.options.fields import COPYING, check_whole, is_whole
 from specdec.options.load import AUTO, Loading
 from specdec.proposers import (
@@ -176,6 +176,8 @@ class Drafts:
         """The draft of a word; raises DraftError for a wrong entry of `DRAFTS`."""
         spelling = read_draft(draft, name, DRAFTS)
         word, argument = str(spelling.word), spelling.argument
+        if argument in FOLLOWING:
+            return self._hybrid((word, argument), None, None, name)
         kind = DRAFTS[word]
         is_class = isinstance(kind, type)
         if not (issubclass(kind, Draft) if is_class else callable(kind)):
@@ -185,8 +187,6 @@ class Drafts:
             refuse_argument(argument, name)
             return FunctionDraft(kind)
         result = kind.of(self._target, argument, name)
-        if isinstance(result, QuantizedDraft):
-            return self._with_copies(result)
         if not isinstance(result, Draft):
             got = type(result).__name__
             raise DraftError(f"`of` of the draft {word!r} must return a `specdec.core.drafts.Draft`, got {got}")
@@ -244,13 +244,18 @@ class Drafts:
 
     def _hybrid(self, pair: Sequence[Any], tokenizer: Any, assistant_tokenizer: Any, name: str) -> Draft:
         kinds = tuple(part if isinstance(part, str) else type(part).__name__ for part in pair)
-        if len(pair) != 2 or kinds[0] not in (*COPYING, ALONE) or isinstance(pair[1], str | PathLike | None):
+        if len(pair) != 2 or kinds[0] not in (*COPYING, ALONE) or _is_unloaded(pair[1]):
             raise OptionError.of(name, _PAIR, kinds, f"a hybrid with a model by name is '{COPYING[0]}+MODEL'")
         model = self.make(pair[1], tokenizer, assistant_tokenizer, name=name, alone=True)
         assert model is not None
         if kinds[0] == ALONE:
             return model
         return HybridDraft(self._remembering(DRAFTS[pair[0]].of(self._target, None)), model)
+
+
+def _is_unloaded(part: Any) -> bool:
+    """Whether the second part of a pair is none that a hybrid takes."""
+    return isinstance(part, str | PathLike | None) and part not in FOLLOWING
 
 
 def copying_beside(draft: Draft | None) -> Draft:

@@ -1,9 +1,9 @@
 """The spelling of a draft: one text in Python, on the command line, in files and in benchmarks.
 
 `WORD` or `WORD:ARGUMENT` (suffix, ngram, early_exit:N, mtp), a model's `ID` (hub id, path or zoo:NAME), `WORD+ID` for a
-hybrid of a word that copies and a model, `model:ID` for a model that copies nothing beside its guesses, `auto` for what
-drafts well for the target without another model, or `none`. A path whose name looks like a word or holds a "+" can be
-written as ./NAME; an existing path with a "+" is a path anyway.
+hybrid of a word that copies and a model or `quantized`, `model:ID` for a model that copies nothing beside its guesses,
+`auto` for what drafts well for the target without another model, or `none`. A path whose name looks like a word or
+holds a "+" can be written as ./NAME; an existing path with a "+" is a path anyway.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from specdec.options.bundled_models import locate
 from specdec.options.fields import COPYING, DRAFT_WORDS
 from specdec.options.load import AUTO, NONE
 
+FOLLOWING = tuple(name for name, word in DRAFT_WORDS.items() if word.follows)
+"""The words that may follow a word that copies."""
 WORDS = tuple(f"{name}:{word.argument}" if word.argument else name for name, word in DRAFT_WORDS.items())
 ALONE = "model"
 """The word before a draft model that does not copy besides."""
@@ -25,7 +27,10 @@ SPELLINGS = f"{', '.join(WORDS)}, a model (hub id, path or zoo:NAME), {COPYING[0
 
 @dataclass(frozen=True)
 class DraftName:
-    """The parts of a spelling: a `word` with its `argument`, a `model`, a word and a model, or nothing (auto, none)."""
+    """The parts of a spelling: a `word` with its `argument`, a `model`, a word and a model, or nothing (auto, none).
+
+    Of a hybrid with another word, that word is the argument.
+    """
 
     word: str | None = None
     argument: str | None = None
@@ -58,9 +63,10 @@ def read_draft(draft: str, name: str = "draft", words: Collection[str] = DRAFT_W
         return DraftName(model=locate(draft, "draft", name))
     if plus and not colon:
         part = read_draft(model or "none", name, words)
-        if word not in COPYING or part.word is not None or part.model is None:
+        follows = part.model is not None if part.word is None else part.word in FOLLOWING
+        if word not in COPYING or not follows:
             raise OptionError.of(name, f"{' or '.join(COPYING)} before the + of a hybrid, and a model after it", draft)
-        return DraftName(word, model=part.model)
+        return DraftName(word, part.word, part.model)
     if word in DRAFT_WORDS and not DRAFT_WORDS[word].takes(argument if colon else None):
         raise OptionError.of(name, SPELLINGS, draft)
     return DraftName(word, argument if colon else None)

@@ -131,13 +131,14 @@ class DraftWord(NamedTuple):
 
     `module` and `kind`: the module in `specdec.proposers` and its class. `argument`: the name of the argument after a
     colon, "N" for a number, None for no argument. `copies`: it copies from the text, so it may be the first of a pair
-    and takes a `prediction`.
+    and takes a `prediction`. `follows`: it may be the second of a pair, as a model may.
     """
 
     module: str
     kind: str
     argument: str | None = None
     copies: bool = False
+    follows: bool = False
 
     def takes(self, argument: str | None) -> bool:
         """Whether `argument` may follow the word's colon; None: no colon."""
@@ -151,7 +152,7 @@ DRAFT_WORDS: dict[str, DraftWord] = {
     "suffix": DraftWord("suffix", "SuffixDraft", copies=True),
     "ngram": DraftWord("ngram", "NgramDraft", copies=True),
     "early_exit": DraftWord("model", "EarlyExitDraft", argument="N"),
-    "quantized": DraftWord("quantized", "QuantizedDraft"),
+    "quantized": DraftWord("quantized", "QuantizedDraft", follows=True),
     "mtp": DraftWord("heads.mtp", "MtpDraft"),
 }
 # The words of drafts that copy, which may be paired with a model.

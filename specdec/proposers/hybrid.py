@@ -135,13 +135,10 @@ class HybridProposer(Proposer):
         for seq in seqs:
             length, guess, copies = self._last.pop(seq.id, (len(seq.tokens), EMPTY, EMPTY))
             new = seq.tokens[length:]
-            odds.copied = _LONG ** len(new) * odds.copied + copies.follow(new)[0]
+            odds.copied = _LONG ** len(new) * odds.copied + sum(hit for _, hit in copies.tested(new)[0])
             odds.new = _LONG ** len(new) * odds.new + len(new)
             if guess:
-                right, missed = guess.follow(new)
-                sure = guess.confidence if guess.is_chain and guess.confidence else [1.0] * (right + missed)
-                tested = [(sure[level], level < right) for level in range(right + missed)]
-                odds.acceptance = odds.acceptance.after(tested, len(tested))
+                odds.acceptance = odds.acceptance.after(*guess.tested(new))
             elif guess is None and gap:
                 odds.seconds = _RECENT ** len(new) * odds.seconds + gap
                 odds.tokens = _RECENT ** len(new) * odds.tokens + len(new)

@@ -19,7 +19,7 @@ class QuantizedDraft(ModelDraft):
     """Drafts with a copy of the target in 4 bits (self-speculation: QuantSpec, arXiv 2502.10424, section 4).
 
     The copy reads no text: it attends to the target's keys and values. What it writes behind them for its guesses, the
-    target's pass over the guesses writes again. For searches it guesses nothing.
+    target's pass over the guesses writes again. It guesses behind texts, not behind branches of a search.
 
     Raises UnsupportedError for a target whose weights are rounded or not on a CPU, or whose cache has another form than
     keys and values.
@@ -29,7 +29,8 @@ class QuantizedDraft(ModelDraft):
 
     def __init__(self, target: LanguageModel) -> None:
         capability = target.capability
-        if capability.cache_kind != "kv" or capability.boundary is not None or target.session().cache_reset_length:
+        depends = capability.boundary is not None or capability.cache_reset_length is not None
+        if capability.cache_kind != "kv" or depends:
             raise UnsupportedError(
                 f"the keys and values of {type(target.model).__name__} depend on the text's length, or are none: "
                 "draft='quantized' is not for it, name another draft"

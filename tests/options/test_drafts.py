@@ -13,6 +13,8 @@ SPELLED = {
     "none": DraftName(),
     "suffix": DraftName("suffix"),
     "early_exit:3": DraftName("early_exit", "3"),
+    "suffix+quantized": DraftName("suffix", "quantized"),
+    "auto": DraftName(),
     "org/model": DraftName(model="org/model"),
     "zoo:python-code": DraftName(model=ZOO),
     "suffix+org/model": DraftName("suffix", model="org/model"),

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from specdec import SpecGenerator
-from specdec.errors import OptionError, UnsupportedError
+from specdec.errors import DraftError, OptionError, UnsupportedError
 from specdec.models import LanguageModel
 from specdec.models.backends.kv_session import KvSession
 from specdec.models.loading import lighten
@@ -152,11 +152,19 @@ def test_words_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specdec.generator.drafts_by_name._DEAR", 1)
     draft = SpecGenerator(owned, "auto").draft
     assert isinstance(draft, HybridDraft)
-    assert draft.kind == SpecGenerator(owned, "quantized").draft.kind == "suffix+quantized"
+    assert draft.kind == SpecGenerator(owned, "suffix+quantized").draft.kind == "suffix+quantized"
+    assert SpecGenerator(owned, ("ngram", "quantized")).draft.kind == "ngram+quantized"
     assert isinstance(SpecGenerator(wide(), "auto").draft, SuffixDraft)  # a caller's model is not copied unasked
     monkeypatch.setattr(lighten, "_LEAST_HEARING", 1)
     assert isinstance(SpecGenerator(LanguageModel(whisper(), owned=True), "auto").draft, QuantizedDraft)
     assert SpecGenerator(whisper(), "auto").draft is None
+
+
+def test_a_draft_of_another_target() -> None:
+    """It ended in the kernels' words about buffers."""
+    draft = QuantizedDraft(LanguageModel(tiny("llama", num_hidden_layers=3, **WIDE), owned=True))
+    with pytest.raises(DraftError, match="make the draft of this target"):
+        SpecGenerator(wide(), draft).generate([PROMPTS[0]], **endless(4))
 
 
 def test_targets_that_it_is_not_for(monkeypatch: pytest.MonkeyPatch) -> None:

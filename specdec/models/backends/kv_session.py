@@ -28,7 +28,6 @@ class KvSession(KvCache):
 
     def __init__(self, language: ModelSpec, over: KvCache | None = None) -> None:
         super().__init__(language, over)
-        self._language = language
         self._padded = PaddedPasses(language, self)
         self._like = torch.empty(0, dtype=language.dtype, device=language.device)
         # Whether the library's own positions and causal mask are right for a chain after a text.

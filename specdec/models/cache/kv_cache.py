@@ -9,7 +9,7 @@ import torch
 
 from specdec.core.tree import EMPTY, Tree
 from specdec.core.work import VOID_COLUMNS
-from specdec.errors import OptionError
+from specdec.errors import DraftError, OptionError
 from specdec.models.cache.buffers import KvBuffers
 from specdec.models.cache.cross_attention import CrossAttention
 from specdec.models.cache.layout import ColumnMap
@@ -41,9 +41,15 @@ class KvCache(Session):
     _by_number: dict[int, CacheRow]
 
     def __init__(self, language: ModelSpec, over: KvCache | None = None) -> None:
-        self.passes = 0
+        self.passes, self._language = 0, language
         self.cache_reset_length = language.capability.cache_reset_length
         if over is not None:
+            form, given = ((one.num_layers, one.kv_bytes, one.dtype) for one in (over._language, language))
+            if form != given:
+                raise DraftError(
+                    f"keys and values of the draft's model have another form than the target's ({given}, {form}): make "
+                    "the draft of this target"
+                )
             self.buffers, self.cross, self.rows, self._by_number = over.buffers, over.cross, over.rows, over._by_number
             return
         self.buffers = KvBuffers(

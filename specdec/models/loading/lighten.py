@@ -112,7 +112,9 @@ def _count(model: Any) -> int:
 def _is_rounded(model: Any) -> bool:
     """Whether some layer of a model's decoder that reads no frames has rounded weights, of our own or the library's."""
     blocks = _decoder_layers(model)[1].items()
-    return getattr(model, "is_quantized", False) or any(layer.kind not in kernels.FLOATS for name, layer in blocks if not name.endswith(_OF_FRAMES))
+    return getattr(model, "is_quantized", False) or any(
+        layer.kind not in kernels.FLOATS for name, layer in blocks if not name.endswith(_OF_FRAMES)
+    )
 
 
 def stored_dtype(config: Any) -> torch.dtype | None:
