@@ -180,7 +180,8 @@ class HybridProposer(Proposer):
         odds, gap, unread = self._odds, self._odds.gap or 1.0, self._inner.unread(seq)
         seconds = odds.passes.at(1) if odds.passes.weight else 0.2 * gap
         chances = accumulate([odds.acceptance.mean] * limit, mul)
-        gain = max(accumulate(chance - seconds / gap - budget.node_cost for chance in chances))
+        price = max(seconds / gap, budget.pass_cost) + budget.node_cost  # the schedule knows what decoding makes by now
+        gain = max(accumulate(chance - price for chance in chances))
         copies = sum(chance - budget.node_cost for chance in accumulate(tree.confidence or [], mul))
         if tree.tokens and (unread > _FEW or gain <= copies):
             return False
