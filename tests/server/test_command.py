@@ -51,11 +51,11 @@ def test_flags_of_one_model() -> None:
 
 
 def test_drafts_are_chosen_as_elsewhere() -> None:
-    """A pair of the package is its own draft, anything else copies unless told otherwise."""
+    """A pair of the package is its own draft, anything else has the best one unless told otherwise."""
     flag_sets: list[dict[str, Any]] = [{"target": "zoo:python-code"}, {"target": "org/m"}]
     flag_sets += [{"target": "m", "draft": "none"}, {"target": "m", "draft": "suffix+d"}]
     drafts = [read_settings(keys(**flags)).models[0].draft for flags in flag_sets]
-    assert drafts == ["zoo:python-code", "suffix", "none", "suffix+d"]
+    assert drafts == ["zoo:python-code", "auto", "none", "suffix+d"]
 
 
 def test_a_file_under_flags(tmp_path: Path) -> None:
