@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from time import perf_counter
 
 from specdec.core.budget import Budget
 from specdec.core.drafts import SavedState, SequenceView, refuse_argument
@@ -112,6 +113,8 @@ def _row(seq: SequenceView) -> int:
 
 def _copy(target: LanguageModel) -> LanguageModel:
     """The target in 4 bits; of a caller's model, made anew with every change."""
+    began = perf_counter()
     model = LanguageModel(quantized(target.model), owned=True, capability=target.capability)
+    model.loading_seconds = perf_counter() - began
     model.recut = None if target.is_owned else partial(_copy, target)
     return model
