@@ -83,7 +83,7 @@ class HybridProposer(Proposer):
         self._ended: float | None = None
         self._last: dict[int, tuple[int, Tree | None, Tree]] = {}  # lengths of texts, the model's trees, the copies
         self._copies: dict[int, Tree] = {}  # this round's, until they are proposed
-        self._chosen: set[int] = set()  # the ids of those that prefer the model in this round
+        self._chosen: dict[int, Budget] = {}  # by the ids of those that prefer the model in this round
 
     def begin_round(self, seqs: Sequence[SequenceView], budgets: Sequence[Budget]) -> Collection[int]:
         """Chooses who copies and for whom the model guesses."""
@@ -93,16 +93,20 @@ class HybridProposer(Proposer):
             seq.id: cut(*self._text.guess(seq, budget.limit), seq, trusting(budget), self._source)
             for seq, budget in pairs
         }
-        self._chosen = {seq.id for seq, budget in pairs if self._prefers_model(seq, budget, self._copies[seq.id])}
-        chosen = [(seq, self._odds.acceptance.within(budget)) for seq, budget in pairs if seq.id in self._chosen]
-        return self._inner.begin_round([seq for seq, _ in chosen], [budget for _, budget in chosen]) if chosen else ()
+        self._chosen = {
+            seq.id: self._odds.acceptance.within(budget)
+            for seq, budget in pairs
+            if self._prefers_model(seq, budget, self._copies[seq.id])
+        }
+        chosen = [seq for seq in seqs if seq.id in self._chosen]
+        return self._inner.begin_round(chosen, [*self._chosen.values()]) if chosen else ()
 
     def propose(self, seqs: Sequence[SequenceView], budgets: Sequence[Budget]) -> list[Tree]:
         """One tree per sequence, from the draft that promises more; for searches, from the model."""
         if any(seq.id not in self._copies for seq in seqs):
             self.begin_round(seqs, budgets)
         pairs = list(zip(seqs, budgets, strict=True))
-        drafted = self._drafted([(seq, budget) for seq, budget in pairs if seq.id in self._chosen])
+        drafted = self._drafted([(seq, self._chosen[seq.id]) for seq in seqs if seq.id in self._chosen])
         trees = [
             self._extended(seq, budget, drafted[seq.id]) if seq.id in drafted else self._copies[seq.id]
             for seq, budget in pairs
@@ -209,7 +213,7 @@ class HybridProposer(Proposer):
         if room <= 0 or not sure or not tree.is_chain or seq.tree.tokens:
             return tree
         tokens, confidence = self._text.after(seq, tree.tokens, room)
-        guessing = self._odds.acceptance.within(budget)
+        guessing = self._chosen[seq.id]
         count = len(worthwhile(confidence, trusting(budget), [guessing.chance(one) for one in sure]))
         if not count:
             return tree
@@ -219,7 +223,7 @@ class HybridProposer(Proposer):
         """The model's trees by sequence id."""
         if not chosen:
             return {}
-        seqs, budgets = [seq for seq, _ in chosen], [self._odds.acceptance.within(budget) for _, budget in chosen]
+        seqs, budgets = [seq for seq, _ in chosen], [budget for _, budget in chosen]
         read = sum(max(self._inner.unread(seq) - 1, 0) for seq in seqs)
         began = perf_counter()
         trees = self._inner.propose(seqs, budgets)

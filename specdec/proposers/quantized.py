@@ -8,7 +8,7 @@ from functools import partial
 from time import perf_counter
 
 from specdec.core.budget import Budget
-from specdec.core.drafts import SavedState, SequenceView, refuse_argument
+from specdec.core.drafts import SequenceView, refuse_argument
 from specdec.core.tree import Tree
 from specdec.errors import UnsupportedError
 from specdec.models import LanguageModel, Session, quantized
@@ -75,17 +75,8 @@ class QuantizedProposer(ModelProposer):
         length: int = seq.length  # type: ignore[attr-defined]
         return length - self._session.length(_row(seq))
 
-    def fork(self, seq: SequenceView, source: int | SavedState, length: int) -> int:
-        return 0
-
-    def save(self, seq: SequenceView, length: int) -> SavedState | None:
-        return None
-
-    def drop(self, seq_ids: Sequence[int]) -> None:
-        pass
-
     def bound(self, rows: int, columns: int) -> None:
-        pass
+        """Nothing: the engine bounds the target's cache."""
 
     @contextmanager
     def _kept_whole(self) -> Iterator[None]:
@@ -93,9 +84,6 @@ class QuantizedProposer(ModelProposer):
 
     def _can_read(self, seq: SequenceView) -> bool:
         return True
-
-    def _settle(self, seqs: Sequence[SequenceView]) -> None:
-        pass
 
     def _row(self, seq: SequenceView) -> CachedText:
         return CachedText(_row(seq), seq, seq.tokens, len(seq.tokens) - self.unread(seq))
