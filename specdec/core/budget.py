@@ -20,7 +20,8 @@ class Budget:
     min(bases[b] + p * rates[b], 1), and a path with the product. A node of unknown confidence has the chance `first` at
     the beginning of a path, and `later` after others. `node_cost` of a node in the passes of draft and target, and
     `pass_cost` of a draft pass for all its sequences together, are in tokens that decoding makes in the same seconds.
-    In the bins `untested`, few guesses were verified yet: the first guess of a chain is proposed anyway, to learn.
+    `pace`: how many times as fast as plain decoding rounds were of late. In the bins `untested`, few guesses were
+    verified yet: the first guess of a chain is proposed anyway, to learn.
     """
 
     limit: int
@@ -32,6 +33,7 @@ class Budget:
     later: float = 1.0
     node_cost: float = 0.0
     pass_cost: float = 0.0
+    pace: float = 1.0
     untested: frozenset[int] = frozenset()
     _chances: dict[tuple[float, ...], float] = field(default_factory=dict, init=False, compare=False, repr=False)
 

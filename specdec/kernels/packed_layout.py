@@ -19,9 +19,10 @@ _BACK = [0, 2, 4, 6, 1, 3, 5, 7]
 
 
 def packed(values: Tensor, dtype: torch.dtype, multiple: int = 1) -> Tensor:
-    """Packs `values` `[outputs, inputs]`; `dtype` is the dtype of `values`, or uint8 for the lower 4 bits of int8.
+    """A view of `values` `[outputs, inputs]` in packed order, as int32 `[blocks, chunks, 32, 1]`, to be copied.
 
-    Pads inputs with zeros to whole chunks, and to a multiple of `multiple`.
+    `dtype` is the dtype of `values`, or uint8 for the lower 4 bits of int8. Pads inputs with zeros to whole chunks, and
+    to a multiple of `multiple`.
     """
     columns = COLUMNS[dtype]
     whole = _padded(values, max(columns, multiple), columns)
@@ -30,7 +31,7 @@ def packed(values: Tensor, dtype: torch.dtype, multiple: int = 1) -> Tensor:
         halves = chunks.to(torch.uint8)
         chunks = halves[..., _LOW] & 15 | halves[..., _HIGH] << 4
     # The four bytes of a row in a chunk move as one number, three times as fast as column by column.
-    return chunks.view(torch.int32).transpose(1, 2).contiguous().view(dtype)
+    return chunks.view(torch.int32).transpose(1, 2)
 
 
 def _padded(values: Tensor, multiple: int, aligned: int) -> Tensor:
@@ -65,11 +66,11 @@ def rows(packed: Tensor, ids: Tensor, inputs: int) -> Tensor:
 
 
 def packed_groups(values: Tensor | None) -> Tensor | None:
-    """Scales or mins `[outputs, groups]` as `[blocks, groups, 32]`; None stays None."""
+    """A view of scales or mins `[outputs, groups]` as `[blocks, groups, 32]`, to be copied; None stays None."""
     if values is None:
         return None
     whole = F.pad(values, (0, 0, 0, -len(values) % BLOCK))
-    return whole.view(-1, BLOCK, values.shape[1]).transpose(1, 2).contiguous()
+    return whole.view(-1, BLOCK, values.shape[1]).transpose(1, 2)
 
 
 def groups_of(packed: Tensor | None, ids: Tensor) -> Tensor | None:

@@ -40,9 +40,9 @@ def blocks(outputs: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def in_huge_pages(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy of it in huge pages."""
+    """The tensor, or a copy of it in huge pages; contiguous."""
     if tensor.nbytes < _PAGE or tensor.device.type != "cpu":
-        return tensor
+        return tensor.contiguous()
     return empty(tuple(tensor.shape), tensor.dtype).copy_(tensor)
 
 

@@ -12,16 +12,19 @@ from specdec.kernels.packed_layout import BLOCK
 from specdec.kernels.packed_linear import PackedLinear, measure_ways
 from specdec.kernels.quantized import GROUP
 
+_OUTPUTS = 64 * BLOCK  # so many are unpacked at a time, into memory that the C library uses again
+
 
 @torch.no_grad()
-def round_weight(weight: Tensor, bits: int, bias: Tensor | None = None, *, rounds: bool = True) -> PackedLinear:
-    """A layer over a weight `[outputs, inputs]` in 8 or 4 bits; needs `specdec.kernels.available`.
+def round_weight(
+    weight: Tensor | PackedLinear, bits: int, bias: Tensor | None = None, *, rounds: bool = True
+) -> PackedLinear:
+    """A layer over a weight `[outputs, inputs]`, or over a packed layer's, in 8 or 4 bits.
 
     In 8 bits the largest weight of each output becomes ±127; in 4 bits each group of 32 inputs has the scale and the
-    min of least squared error.
+    min of least squared error. Needs `specdec.kernels.available`.
     """
-    weight = weight.detach().contiguous()
-    outputs, inputs = weight.shape
+    outputs, inputs = (weight.outputs, weight.inputs) if isinstance(weight, PackedLinear) else weight.shape
     groups, wide, empty = -(-inputs // GROUP), bits == 8, partial(pages.blocks, outputs)
     tensors: dict[str, Tensor | None] = {
         "packed": empty((groups * GROUP // (4 if wide else 8), BLOCK, 4), torch.int8 if wide else torch.uint8),
@@ -29,7 +32,13 @@ def round_weight(weight: Tensor, bits: int, bias: Tensor | None = None, *, round
         "scales": None if wide else empty((groups, BLOCK), torch.float16),
         "mins": None if wide else empty((groups, BLOCK), torch.float16),
     }
-    ops.round_weight(weight if weight.dtype == torch.bfloat16 else weight.float(), *tensors.values())
+    for first in range(0, outputs, _OUTPUTS):
+        last = min(first + _OUTPUTS, outputs)
+        rows = weight.rows(torch.arange(first, last)) if isinstance(weight, PackedLinear) else weight[first:last]
+        rows = (rows if rows.dtype == torch.bfloat16 else rows.float()).contiguous()
+        blocks, factors = slice(first // BLOCK, -(-last // BLOCK)), slice(first, last)
+        parts = (t if t is None else t[factors if name == "factors" else blocks] for name, t in tensors.items())
+        ops.round_weight(rows, *parts)
     tensors["bias"] = None if bias is None else bias.detach().float().contiguous()
     layer = PackedLinear.of(tensors, outputs, inputs, f"int{bits}", rounds=rounds)
     measure_ways(layer.kind, layer.scales is not None, rounds)

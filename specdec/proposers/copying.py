@@ -17,7 +17,10 @@ from specdec.proposers.memory import DEPTH, Memory
 SEPARATOR = -1
 """Separates texts in one index; no text contains it, and guesses are cut before it."""
 
-_NUM_BINS = 8
+# The share of right guesses by length of the match, in bins that double in length: as in code, edits of code, answers
+# to questions and JSON by Qwen2.5-Coder-1.5B.
+_USUAL = (0.2, 0.2, 0.5, 0.8, 0.93, 0.96, 0.98, 0.98)
+_TRUST = 2.0  # tests that the usual share counts like
 _FORGET_AFTER = 256
 _PROMPT_END = 16  # tokens of the prompt that are indexed again before a prediction
 
@@ -33,20 +36,16 @@ class Index(Protocol):
 
 
 class Calibration:
-    """The share of right guesses by length of the match, learned from the emitted tokens.
-
-    Bins double in length; each is shrunk towards the overall rate, which starts at one half. Old counts fade.
-    """
+    """The share of right guesses by length of the match, learned from the emitted tokens; old counts fade."""
 
     def __init__(self) -> None:
-        self._hits = [0.0] * _NUM_BINS
-        self._tested = [0.0] * _NUM_BINS
+        self._hits = [_TRUST * share for share in _USUAL]
+        self._tested = [_TRUST] * len(_USUAL)
 
     def rates(self, match: int, count: int) -> list[float]:
         """The probability of each of `count` guesses after `match` matched tokens, if those before it are right."""
-        pooled = (sum(self._hits) + 1.0) / (sum(self._tested) + 2.0)
-        by_bin = [(h + 2.0 * pooled) / (n + 2.0) for h, n in zip(self._hits, self._tested, strict=True)]
-        return [by_bin[_bin(match + depth)] for depth in range(count)]
+        bins = [_bin(match + depth) for depth in range(count)]
+        return [self._hits[number] / self._tested[number] for number in bins]
 
     def learn(self, guess: Sequence[int], match: int, emitted: Sequence[int]) -> None:
         """Compares a guess with the emitted tokens, up to its first miss."""
@@ -62,7 +61,7 @@ class Calibration:
 
 
 def _bin(match: int) -> int:
-    return min(match.bit_length(), _NUM_BINS - 1)
+    return min(match.bit_length(), len(_USUAL) - 1)
 
 
 class _Guess(NamedTuple):

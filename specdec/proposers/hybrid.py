@@ -10,7 +10,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 from specdec.core.budget import Budget
-from specdec.core.draft_schedules.estimates import Acceptance, LinearFit, trusting
+from specdec.core.draft_schedules.estimates import Acceptance, LinearFit, priced, trusting
 from specdec.core.drafts import Commit, Draft, Proposer, SavedState, SequenceView, path_limit
 from specdec.core.tree import EMPTY, Tree
 from specdec.errors import OptionError
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 _MEMORY = 0.9
 _RECENT = 0.85  # weight of a round without the model for each token that follows
 _LONG = 0.995  # the same, of a copied token
+_NEAR = 0.85  # the same, in one text
 _WAIT = 4  # tokens of a text in which copies may show themselves
 _FEW = 32  # tokens that a pass reads beside a guess
 
@@ -44,6 +45,17 @@ class Odds:
     tokens: float = 0.0
     copied: float = 0.0
     new: float = 1.0
+
+    def shares(self, budget: Budget) -> tuple[float, float]:
+        """What a pass of the model and a node take, beside the target's pass."""
+        # Until the model's pass is measured, it is assumed to take a fifth.
+        share = self.passes.at(1) / self.gap if self.passes.weight and self.gap else 0.2
+        return max(share, budget.pass_cost / budget.pace), budget.node_cost / budget.pace
+
+    def pace(self, share: float, most: int) -> float:
+        """How many times as fast as plain decoding the model is with at most so many guesses, which take a `share`."""
+        tokens = accumulate(accumulate([self.acceptance.mean] * most, mul))
+        return max((1.0, *((1 + more) / (1 + count * share) for count, more in enumerate(tokens, 1))))
 
 
 class HybridDraft(WrappedDraft):
@@ -84,20 +96,19 @@ class HybridProposer(Proposer):
         self._last: dict[int, tuple[int, Tree | None, Tree]] = {}  # lengths of texts, the model's trees, the copies
         self._copies: dict[int, Tree] = {}  # this round's, until they are proposed
         self._chosen: dict[int, Budget] = {}  # by the ids of those that prefer the model in this round
+        self._copied: dict[int, float] = {}  # the share of the text's last tokens that were copies
 
     def begin_round(self, seqs: Sequence[SequenceView], budgets: Sequence[Budget]) -> Collection[int]:
         """Chooses who copies and for whom the model guesses."""
         self._learn(seqs)
-        pairs = list(zip(seqs, budgets, strict=True))
-        self._copies = {
-            seq.id: cut(*self._text.guess(seq, budget.limit), seq, trusting(budget), self._source)
-            for seq, budget in pairs
-        }
-        self._chosen = {
-            seq.id: self._odds.acceptance.within(budget)
-            for seq, budget in pairs
-            if self._prefers_model(seq, budget, self._copies[seq.id])
-        }
+        self._copies, self._chosen = {}, {}
+        for seq, budget in zip(seqs, budgets, strict=True):
+            costs = self._costs(seq, budget)
+            local = priced(budget, *costs)
+            tree = cut(*self._text.guess(seq, budget.limit), seq, trusting(local), self._source)
+            self._copies[seq.id] = tree
+            if self._prefers_model(seq, budget, tree, *costs):
+                self._chosen[seq.id] = self._odds.acceptance.within(local)
         chosen = [seq for seq in seqs if seq.id in self._chosen]
         return self._inner.begin_round(chosen, [*self._chosen.values()]) if chosen else ()
 
@@ -139,13 +150,16 @@ class HybridProposer(Proposer):
         for seq in seqs:
             length, guess, copies = self._last.pop(seq.id, (len(seq.tokens), EMPTY, EMPTY))
             new = seq.tokens[length:]
-            odds.copied = _LONG ** len(new) * odds.copied + sum(hit for _, hit in copies.tested(new)[0])
-            odds.new = _LONG ** len(new) * odds.new + len(new)
+            hits, count = sum(hit for _, hit in copies.tested(new)[0]), len(new)
+            odds.copied = _LONG**count * odds.copied + hits
+            odds.new = _LONG**count * odds.new + count
+            near = _NEAR**count
+            self._copied[seq.id] = near * self._copied.get(seq.id, 0.0) + (1 - near) * hits / max(count, 1)
             if guess:
                 odds.acceptance = odds.acceptance.after(*guess.tested(new))
             elif guess is None and gap:
-                odds.seconds = _RECENT ** len(new) * odds.seconds + gap
-                odds.tokens = _RECENT ** len(new) * odds.tokens + len(new)
+                odds.seconds = _RECENT**count * odds.seconds + gap
+                odds.tokens = _RECENT**count * odds.tokens + count
 
     def fork(self, seq: SequenceView, source: int | SavedState, length: int) -> int:
         return self._inner.fork(seq, source, length)
@@ -160,6 +174,7 @@ class HybridProposer(Proposer):
     def drop(self, seq_ids: Sequence[int]) -> None:
         for seq_id in seq_ids:
             self._last.pop(seq_id, None)
+            self._copied.pop(seq_id, None)
         self._text.drop(seq_ids)
         self._inner.drop(seq_ids)
 
@@ -169,8 +184,20 @@ class HybridProposer(Proposer):
     def bound(self, rows: int, columns: int) -> None:
         self._inner.bound(rows, columns)
 
-    def _prefers_model(self, seq: SequenceView, budget: Budget, tree: Tree) -> bool:
-        """Whether the model promises more tokens than the copies in `tree`, less what plain passes make in its seconds.
+    def _costs(self, seq: SequenceView, budget: Budget) -> tuple[float, float]:
+        """What the model's pass and a node cost at this place of the text, as `pass_cost` and `node_cost` of a budget.
+
+        Where no copies are right, decoding is as fast as the model makes it, however fast it is elsewhere.
+        """
+        share, node = self._odds.shares(budget)
+        alone, copied = self._odds.pace(share + node, budget.limit), self._copied.get(seq.id, 0.0)
+        pace = 1 / ((1 - copied) / alone + copied / max(budget.pace, alone))
+        return pace * share, pace * node
+
+    def _prefers_model(
+        self, seq: SequenceView, budget: Budget, tree: Tree, pass_cost: float, node_cost: float
+    ) -> bool:
+        """Whether the model promises more tokens than the copies in `tree`, less what decoding makes in its seconds.
 
         While there are copies, the model does not begin to read.
         """
@@ -180,26 +207,21 @@ class HybridProposer(Proposer):
         # A search only advances if all its branches were guessed, which a text draft hardly ever does.
         if seq.tree.tokens:
             return True
-        # Until the model's pass is measured, it is assumed to cost a fifth of the target's.
-        odds, gap, unread = self._odds, self._odds.gap or 1.0, self._inner.unread(seq)
-        seconds = odds.passes.at(1) if odds.passes.weight else 0.2 * gap
-        chances = accumulate([odds.acceptance.mean] * limit, mul)
-        price = max(seconds / gap, budget.pass_cost) + budget.node_cost  # the schedule knows what decoding makes by now
-        gain = max(accumulate(chance - price for chance in chances))
-        copies = sum(chance - budget.node_cost for chance in accumulate(tree.confidence or [], mul))
+        unread, chances = self._inner.unread(seq), accumulate([self._odds.acceptance.mean] * limit, mul)
+        gain = max(accumulate(chance - pass_cost - node_cost for chance in chances))
+        copies = sum(chance - node_cost for chance in accumulate(tree.confidence or [], mul))
         if tree.tokens and (unread > _FEW or gain <= copies):
             return False
-        return unread <= _FEW or self._gains_by_reading(seq, unread, gap, seconds + budget.node_cost * gap)
+        return unread <= _FEW or self._gains_by_reading(seq, unread, budget)
 
-    def _gains_by_reading(self, seq: SequenceView, unread: int, gap: float, seconds: float) -> bool:
+    def _gains_by_reading(self, seq: SequenceView, unread: int, budget: Budget) -> bool:
         """Whether the model saves more in the rest of the text than it takes to read the `unread` part of it.
 
-        `seconds`: what a guess costs model and target. The first tokens show whether copies will do. The model waits
-        for them if reading in vain is likely to cost more than what it would save meanwhile.
+        The first tokens show whether copies will do. The model waits for them if reading in vain is likely to cost more
+        than what it would save meanwhile.
         """
-        odds = self._odds
-        more = accumulate(accumulate([odds.acceptance.mean] * _FEW, mul))
-        best = min((gap + count * seconds) / (1 + tokens) for count, tokens in enumerate(more, 1))
+        odds, gap = self._odds, self._odds.gap or 1.0
+        best = gap / odds.pace(sum(odds.shares(budget)), _FEW)
         without = odds.seconds / odds.tokens if odds.tokens else gap
         reading = unread * (gap / _FEW if odds.reading is None else odds.reading)
         share, young = odds.copied / odds.new, len(seq.tokens) < seq.prompt_length + _WAIT
@@ -214,7 +236,7 @@ class HybridProposer(Proposer):
             return tree
         tokens, confidence = self._text.after(seq, tree.tokens, room)
         guessing = self._chosen[seq.id]
-        count = len(worthwhile(confidence, trusting(budget), [guessing.chance(one) for one in sure]))
+        count = len(worthwhile(confidence, trusting(guessing), [guessing.chance(one) for one in sure]))
         if not count:
             return tree
         return tree.extended(tokens[:count], confidence[:count], f"{tree.source}+{self._source}")

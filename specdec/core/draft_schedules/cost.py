@@ -137,17 +137,17 @@ class Cost:
         # Only the slowest source asks before each pass; text drafts have no passes.
         lines = [line for line in seconds.drafts.values() if line.is_measured]
         dearest = max(lines, key=lambda line: line.at(drafting))
-        return self._budget(self.k, rate * dearest.at(0), rate * (seconds.passes.slope + dearest.slope))
+        return self._budget(self.k, rate * dearest.at(0), rate * (seconds.passes.slope + dearest.slope), gain)
 
-    def _budget(self, limit: int, pass_cost: float, node_cost: float) -> Budget:
+    def _budget(self, limit: int, pass_cost: float, node_cost: float, pace: float = 1.0) -> Budget:
         # A try of a single token needs no tree.
         if self.branches or not self.widest or limit <= 1 or not self._nodes_are_cheap:
             branches = self.branches or (1 if self.widest else None)
-            return self.acceptance.budget(limit, pass_cost, node_cost, branches)
+            return self.acceptance.budget(limit, pass_cost, node_cost, branches, pace)
         # The cost of a wide pass is unknown until one was measured, so trees grow step by step.
         nodes = int(_GROWTH * self.seconds.widest_nodes)
         branches = min(self.widest, max(2, nodes // limit))
-        return self.acceptance.budget(min(limit, max(nodes // branches, 4)), pass_cost, node_cost, branches)
+        return self.acceptance.budget(min(limit, max(nodes // branches, 4)), pass_cost, node_cost, branches, pace)
 
     @property
     def _nodes_are_cheap(self) -> bool:

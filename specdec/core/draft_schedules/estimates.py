@@ -75,16 +75,19 @@ class Acceptance:
         """The bins in which hardly a guess was tested."""
         return frozenset(number for number, (tested, _, _) in enumerate(self.bins) if tested < _TRIALS)
 
-    def budget(self, limit: int, pass_cost: float, node_cost: float, branches: int | None = None) -> Budget:
+    def budget(
+        self, limit: int, pass_cost: float, node_cost: float, branches: int | None = None, pace: float = 1.0
+    ) -> Budget:
         """A budget whose chances are these."""
         bases, rates = self.chances
-        return Budget(limit, branches, _EDGES, bases, rates, self.mean, self.later, node_cost, pass_cost, self.untested)
+        costs = node_cost, pass_cost, pace
+        return Budget(limit, branches, _EDGES, bases, rates, self.mean, self.later, *costs, self.untested)
 
     def within(self, budget: Budget) -> Budget:
         """A budget with the costs of `budget` and these chances; one of a fixed length is unchanged."""
         if budget.edges is not _EDGES:
             return budget
-        return self.budget(budget.limit, budget.pass_cost, budget.node_cost, budget.branches)
+        return self.budget(budget.limit, budget.pass_cost, budget.node_cost, budget.branches, budget.pace)
 
     def after(self, tested: Sequence[tuple[float, bool]], levels: float) -> Acceptance:
         """With these (confidence, accepted) guesses of a proposal on `levels` levels; the memory is about 200 long."""
@@ -170,6 +173,11 @@ class LinearFit(NamedTuple):
 def trusting(budget: Budget) -> Budget:
     """A learned budget for guesses whose confidence is their chance; one of a fixed length is unchanged."""
     return replace(budget, bases=(0.0,) * BINS, rates=(1.0,) * BINS) if budget.edges is _EDGES else budget
+
+
+def priced(budget: Budget, pass_cost: float, node_cost: float) -> Budget:
+    """A learned budget with other costs; one of a fixed length is unchanged."""
+    return replace(budget, pass_cost=pass_cost, node_cost=node_cost) if budget.edges is _EDGES else budget
 
 
 def _bin(confidence: float) -> int:

@@ -87,7 +87,7 @@ def _in_few_bits(model: Any, large: int) -> Any:
     changed(model, lambda: pack_layers(model, layers, lambda _, layer: _rounded(layer, bits)))
     for name, layer in blocks.items():
         if layer.kind not in ("int4", f"int{bits}"):
-            model.set_submodule(name, kernels.round_weight(layer.weight(), bits, layer.bias))
+            model.set_submodule(name, kernels.round_weight(layer, bits, layer.bias))
     head = model.get_output_embeddings()
     if isinstance(head, kernels.PackedLinear) and head.rounds and head.outputs >= large:
         head.likely = head.outputs // 96 * 32
