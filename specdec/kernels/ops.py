@@ -31,7 +31,7 @@ _LIBRARY.define("set_ways(ScalarType weight, bool grouped, bool wide, int tiles,
 _BLOCK_OUTPUTS = "Tensor(a!) packed, Tensor(b!)? high, Tensor(c!) scales, Tensor(d!)? mins, Tensor(e!)? steps"
 _LIBRARY.define(f"pack_blocks(Tensor raw, Tensor? rows, str name, {_BLOCK_OUTPUTS}) -> ()")  # type: ignore[no-untyped-call]
 _ROUNDED_OUTPUTS = "Tensor(a!) packed, Tensor(b!) factors, Tensor(c!)? scales, Tensor(d!)? mins"
-_LIBRARY.define(f"round_weight(Tensor weight, {_ROUNDED_OUTPUTS}) -> ()")  # type: ignore[no-untyped-call]
+_LIBRARY.define(f"round_weight(Tensor weight, int inputs, {_ROUNDED_OUTPUTS}) -> ()")  # type: ignore[no-untyped-call]
 _LIBRARY.define("set_floats(int rows) -> ()")  # type: ignore[no-untyped-call]
 _LIBRARY.define("has_tiles() -> bool")  # type: ignore[no-untyped-call]
 _BUFFERS = "Tensor(a!) key_buffer, Tensor(b!) value_buffer"
@@ -213,8 +213,8 @@ pack_blocks = torch.ops.specdec.pack_blocks.default
 of a row]`, all or the `rows`, into the other tensors, as `dots` reads them; `blocks.py` has the kinds by `name`."""
 
 round_weight = torch.ops.specdec.round_weight.default
-"""`(weight, packed, factors, scales, mins)`: rounds `weight` `[outputs, inputs]`, float32 or bfloat16, into the other
-tensors: to 4 bits in groups with `scales` and `mins`, else to 8 bits."""
+"""`(weight, inputs, packed, factors, scales, mins)`: rounds a packed weight of so many inputs, float32 or bfloat16, into
+the other tensors: to 4 bits in groups with `scales` and `mins`, else to 8 bits."""
 
 set_floats = torch.ops.specdec.set_floats.default
 """`(rows)`: from how many rows on `dots` multiplies 8 and 4 bits in floats if its way is FASTEST."""

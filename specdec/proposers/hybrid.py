@@ -194,9 +194,7 @@ class HybridProposer(Proposer):
         pace = 1 / ((1 - copied) / alone + copied / max(budget.pace, alone))
         return pace * share, pace * node
 
-    def _prefers_model(
-        self, seq: SequenceView, budget: Budget, tree: Tree, pass_cost: float, node_cost: float
-    ) -> bool:
+    def _prefers_model(self, seq: SequenceView, budget: Budget, tree: Tree, pass_cost: float, node_cost: float) -> bool:
         """Whether the model promises more tokens than the copies in `tree`, less what decoding makes in its seconds.
 
         While there are copies, the model does not begin to read.

@@ -218,13 +218,20 @@ def test_rounding() -> None:
 @pytest.mark.parametrize("dtype", [FLOATS, HALVES])
 @pytest.mark.parametrize(("outputs", "inputs"), [*SHAPES, (70, 1000)])
 def test_rounding_is_as_in_torch(outputs: int, inputs: int, dtype: torch.dtype) -> None:
-    """8 bits to the last one; 4 bits but for ranges of equal error, which sums in another order tell apart."""
+    """8 bits to the last one; 4 bits but for ranges of equal error, which sums in another order tell apart.
+
+    The last group counts the inputs that it has. A packed layer's weight is rounded alike.
+    """
     weight = numbers(outputs, inputs, dtype=dtype)
     weight[0] = 0
     for bits, expected in ((8, to_int8(weight.float()).weight()), (4, to_int4(weight.float()).weight())):
-        found = round_weight(weight, bits).weight()
-        assert (found != expected).float().mean() < (1e-9 if bits == 8 else 0.02)
-        torch.testing.assert_close((found - weight).norm(), (expected - weight).norm(), rtol=1e-3, atol=1e-6)
+        layer = round_weight(weight, bits)
+        rounded, whole = layer.weight(), inputs // 32 * 32 if bits == 4 else inputs
+        assert (rounded != expected)[:, :whole].float().mean() < (1e-9 if bits == 8 else 0.02) or not whole
+        assert (rounded - weight).norm() <= (expected - weight).norm() * (1 + 1e-3) + 1e-6
+        again = round_weight(pack(weight), bits)
+        assert all(map(torch.equal, layer.buffers(), again.buffers()))
+        assert torch.equal(round_weight(layer, bits).weight(), round_weight(rounded, bits).weight())
 
 
 @cases
