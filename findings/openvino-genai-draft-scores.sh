@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM
 folder = sys.argv[1]
 LETTERS = ["<unk>", "<s>", "</s>", *"abcdefghij", "ab"]
 WIDTH, WORDS, TOKENS = 64, len(LETTERS), 40
-PARTS = [f"blk.0.{part}" for part in "attn_q attn_k attn_v attn_output ffn_gate ffn_up ffn_down".split()]
+PARTS = "attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"
 FLOAT32 = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
 
 for name, noise in (("target", 0.0), ("draft", 0.3)):  # one random model, and the same with other numbers added
@@ -42,8 +42,8 @@ for name, noise in (("target", 0.0), ("draft", 0.3)):  # one random model, and t
     }.items():  # fmt: skip
         getattr(writer, f"add_{setting}")(value)
     numbers = np.random.default_rng(0)
-    for part in ("token_embd", "output", *PARTS):
-        weight, other = 0.2 * numbers.normal(size=(2, WIDTH if part in PARTS else WORDS, WIDTH))
+    for part in ("token_embd", "output", *(f"blk.0.{part}" for part in PARTS)):
+        weight, other = 0.2 * numbers.normal(size=(2, WIDTH if "blk" in part else WORDS, WIDTH))
         writer.add_tensor(f"{part}.weight", (weight + noise * other).astype(np.float16))
     for part in ("blk.0.attn_norm", "blk.0.ffn_norm", "output_norm"):
         writer.add_tensor(f"{part}.weight", np.ones(WIDTH, np.float32))
