@@ -57,7 +57,6 @@ class PackedLinear(nn.Module):
         is_float = kind in FLOATS
         dtype = FLOATS[kind] if is_float else torch.int8 if numbers.bits == 8 else torch.uint8
         views = {
-            "packed": packed_layout.packed(numbers.values, dtype, 1 if is_float else GROUP),
             "factors": numbers.factors,
             "scales": packed_layout.packed_groups(numbers.scales),
             "mins": packed_layout.packed_groups(numbers.mins),
@@ -65,7 +64,8 @@ class PackedLinear(nn.Module):
             "bias": None if bias is None else bias.detach().float().contiguous(),
         }
         tensors = {name: None if t is None else pages.in_huge_pages(t) for name, t in views.items()}
-        tensors["packed"] = tensors["packed"].view(dtype)
+        packed = packed_layout.packed(numbers.values, dtype, 1 if is_float else GROUP)
+        tensors["packed"] = pages.in_huge_pages(packed).view(dtype)
         outputs, inputs = numbers.values.shape
         self._set(tensors, outputs, inputs, kind, rounds)
 

@@ -32,21 +32,18 @@ def round_weight(
         "scales": None if wide else empty((groups, BLOCK), torch.float16),
         "mins": None if wide else empty((groups, BLOCK), torch.float16),
     }
-    is_ready = isinstance(weight, PackedLinear) and weight.kind in FLOATS
-    step = outputs if is_ready else _OUTPUTS
-    for first in range(0, outputs, step):
-        last = min(first + step, outputs)
+    for first in range(0, outputs, _OUTPUTS):
+        last = min(first + _OUTPUTS, outputs)
         blocks, factors = slice(first // BLOCK, -(-last // BLOCK)), slice(first, last)
         parts = (t if t is None else t[factors if name == "factors" else blocks] for name, t in tensors.items())
-        ops.round_weight(weight.packed if is_ready else _packed(weight, first, last), inputs, *parts)
+        if isinstance(weight, PackedLinear) and weight.kind in FLOATS:
+            floats = weight.packed[blocks]
+        else:
+            rows = weight.rows(torch.arange(first, last)) if isinstance(weight, PackedLinear) else weight[first:last]
+            rows = rows if rows.dtype == torch.bfloat16 else rows.float()
+            floats = packed(rows, rows.dtype).contiguous().view(rows.dtype)
+        ops.round_weight(floats, inputs, *parts)
     tensors["bias"] = None if bias is None else bias.detach().float().contiguous()
     layer = PackedLinear.of(tensors, outputs, inputs, f"int{bits}", rounds=rounds)
     measure_ways(layer.kind, layer.scales is not None, rounds)
     return layer
-
-
-def _packed(weight: Tensor | PackedLinear, first: int, last: int) -> Tensor:
-    """These outputs of a weight, packed."""
-    rows = weight.rows(torch.arange(first, last)) if isinstance(weight, PackedLinear) else weight[first:last]
-    rows = rows if rows.dtype == torch.bfloat16 else rows.float()
-    return packed(rows, rows.dtype).contiguous().view(rows.dtype)
