@@ -213,8 +213,8 @@ pack_blocks = torch.ops.specdec.pack_blocks.default
 of a row]`, all or the `rows`, into the other tensors, as `dots` reads them; `blocks.py` has the kinds by `name`."""
 
 round_weight = torch.ops.specdec.round_weight.default
-"""`(weight, inputs, packed, factors, scales, mins)`: rounds a packed weight of so many inputs, in floats, into the other
-tensors: to 4 bits in groups with `scales` and `mins`, else to 8 bits."""
+"""`(weight, inputs, packed, factors, scales, mins)`: rounds a packed weight of so many inputs, in floats, into the
+other tensors: to 4 bits in groups with `scales` and `mins`, else to 8 bits."""
 
 set_floats = torch.ops.specdec.set_floats.default
 """`(rows)`: from how many rows on `dots` multiplies 8 and 4 bits in floats if its way is FASTEST."""
