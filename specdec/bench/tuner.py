@@ -49,13 +49,16 @@ def describe(values, digits=2):
 
 @dataclass(frozen=True)
 class TimedAnswer:
-    """One answer; `ms` per token after the first, None where there are none; `first_token` in seconds."""
+    """One answer to a `kind` of prompt; `ms` per token after the first, None where there are none; `first_token` in
+    seconds.
+    """
 
     ms: float | None
     first_token: float
     seconds: float
     tokens: Sequence[int]
     stats: Stats
+    kind: str = ""
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,14 @@ class Trial:
     def speedup(self) -> float:
         """Plain decoding's time per token over the draft's."""
         return mean(one.ms or 0.0 for one in self.plain.values()) / self.ms
+
+    @property
+    def speedups(self) -> dict[str, float]:
+        """`speedup` by kind of prompt."""
+        prompts: dict[str, list[int]] = {}
+        for at, answer in self.answers.items():
+            prompts.setdefault(answer.kind, []).append(at)
+        return {kind: _cut(self, numbers).speedup for kind, numbers in prompts.items()}
 
     @property
     def pays(self) -> bool:
@@ -161,23 +172,23 @@ def further_modes(target: LanguageModel, mode: Mode) -> list[Mode]:
     return [mode.model_copy(update=one) for one in words]
 
 
-def prompts_for(generator: SpecGenerator, source: str | None) -> list[dict[str, Any]]:
-    """Arguments of `generate`: the prompts of a file or set, or code, a question and an edit of a text.
+def prompts_for(generator: SpecGenerator, source: str | None) -> list[tuple[str, dict[str, Any]]]:
+    """Kinds of prompts and arguments of `generate`: the prompts of a file or set, or code, a question and an edit.
 
     A model with a chat template gets them as messages, code aside.
     """
     chats = bool(getattr(generator.tokenizer, "chat_template", None))
     if source is not None:
         texts = pick_prompts(source, 12)
-    elif chats:
-        texts = [*pick_prompts("code", 1), PromptText(_QUESTION, "question"), PromptText(_EDIT, "edit")]
     else:
-        texts = [prompt for name in ("code", "text", "copy") for prompt in pick_prompts(name, 1)]
+        sets = ("code",) if chats else ("code", "text", "copy")
+        texts = [replace(prompt, category=name) for name in sets for prompt in pick_prompts(name, 1)]
+        texts += [PromptText(_QUESTION, "question"), PromptText(_EDIT, "edit")] if chats else []
     return [
-        {"messages": [{"role": "user", "content": one.text}]}
-        if chats and (source or one.category in ("question", "edit"))
-        else {"prompt": one.text}
-        for one in texts
+        (prompt.category, {"messages": [{"role": "user", "content": prompt.text}]})
+        if chats and (source or prompt.category != "code")
+        else (prompt.category, {"prompt": prompt.text})
+        for prompt in texts
     ]
 
 
@@ -308,7 +319,7 @@ class Tuner:
         answers: dict[str, dict[int, TimedAnswer]] = {draft: {} for draft in generators}
         if (left := self._left()) > 0:
             self._say(f"{mode.label}, a first answer")
-            first = self._answer(generators[NONE], calls[0], _FEW, left / 4)
+            first = self._answer(generators[NONE], *calls[0], _FEW, left / 4)
             self._lap = max(first.seconds * len(generators), 1e-9)
             now, seconds = self.clock(), self._share(more)
             laps = min(max(int(seconds / self._lap), 1), len(calls))
@@ -320,7 +331,7 @@ class Tuner:
                 self._say(f"{mode.label}, draft {draft}, prompt {number + 1} of {laps}")
                 self.watch.look()
                 most = min(max(left / (len(turns) - turn), first.seconds), self._left())
-                answers[draft][number] = self._answer(generators[draft], calls[number], _TOKENS, most)
+                answers[draft][number] = self._answer(generators[draft], *calls[number], _TOKENS, most)
         ms = {draft: {at: one.ms for at, one in some.items() if one.ms} for draft, some in answers.items()}
         whole = [at for at in ms[NONE] if all(at in some for some in ms.values() if some)]
         for draft, some in answers.items():
@@ -338,7 +349,7 @@ class Tuner:
         return seconds
 
     def _answer(
-        self, generator: SpecGenerator, call: Mapping[str, Any], most: int, seconds: float | None
+        self, generator: SpecGenerator, kind: str, call: Mapping[str, Any], most: int, seconds: float | None
     ) -> TimedAnswer:
         limits = {"max_new_tokens": most, "max_time": seconds}
         out, measured = measure(generator, {**call, **PRESETS["greedy"], **limits})
@@ -348,4 +359,4 @@ class Tuner:
         # A draft model reads the prompt in the first round, which longer answers outweigh.
         steady = [*dropwhile(lambda gap: gap == gaps[0], gaps)] or gaps
         ms = 1e3 * mean(steady) if gaps and decoded else None
-        return TimedAnswer(ms, measured["first_token"], measured["seconds"], out.new_tokens()[0], out.stats)
+        return TimedAnswer(ms, measured["first_token"], measured["seconds"], out.new_tokens()[0], out.stats, kind)

@@ -45,7 +45,7 @@ _EXTRAS = {
 }
 """Extras of the package, and what they add."""
 _SECONDS = 60.0  # for a whole examination
-_FIGURES = ("weights", "draft", "ms", "speedup", "first_token", "different")
+_FIGURES = ("weights", "draft", "ms", "speedup", "speedups", "first_token", "different")
 _BUSY = "measure again on a quiet machine: other programs use its cores"
 _MARKS = {"good": ("✓", Style(color="green")), "note": ("·", PROMPT), "bad": ("✗", Style(color="red", bold=True))}
 _WIDTH = 16  # columns of a name
@@ -229,7 +229,9 @@ def _trial(trial: Trial) -> Finding:
     """A draft's line in the table of its mode."""
     words = f"{trial.ms:.1f} ms per token, first token {trial.first_token:.2f} s"
     if trial.draft != "none":
-        words += f"; {trial.speedup:.2f}×" + ("" if trial.pays else f", it does not pay: {trial.reason}")
+        kinds = ", ".join(f"{kind} {ratio:.2f}×" for kind, ratio in trial.speedups.items())
+        words += f"; {trial.speedup:.2f}×" + (f" ({kinds})" if len(trial.speedups) > 1 else "")
+        words += "" if trial.pays else f", it does not pay: {trial.reason}"
     figures = {name: getattr(trial, name) for name in _FIGURES} | {"answers": len(trial.answers)}
     state: State = "good" if trial.pays else "note"
     return Finding(f"{trial.weights} weights", _label(trial.draft), words, state, figures=figures)

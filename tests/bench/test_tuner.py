@@ -101,7 +101,7 @@ def tuned(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(tuner, "Systems", world.systems)
         monkeypatch.setattr(tuner, "measure", world.measure)
         monkeypatch.setattr(tuner, "further_modes", lambda *_: [EIGHT, FOUR])
-        monkeypatch.setattr(tuner, "prompts_for", lambda *_: [{}, {}, {}])
+        monkeypatch.setattr(tuner, "prompts_for", lambda *_: [("code", {}), ("question", {}), ("edit", {})])
         monkeypatch.setattr(tuner, "gc", SimpleNamespace(collect=lambda: None))  # a slow look at the tests' objects
         events = [*Tuner("t", drafts, PLAIN, seconds, clock=world.clock).run()]
         return [event for event in events if isinstance(event, Trial | Skipped)]
@@ -275,10 +275,16 @@ def test_prompts(tmp_path: Any) -> None:
     """Three kinds of text, as messages for a model that chats, or those of a file."""
     tokenizer = byte_tokenizer()
     generator = SpecGenerator(tiny("llama", vocab=WIDTH), tokenizer=tokenizer)
-    assert [[*call] for call in prompts_for(generator, None)] == [["prompt"]] * 3
+    calls = prompts_for(generator, None)
+    assert [(kind, *call) for kind, call in calls] == [("code", "prompt"), ("text", "prompt"), ("copy", "prompt")]
     (tmp_path / "mine.txt").write_text("one\n\ntwo")
     mine = str(tmp_path / "mine.txt")
-    assert prompts_for(generator, mine) == [{"prompt": "one"}, {"prompt": "two"}]
+    assert prompts_for(generator, mine) == [("mine", {"prompt": "one"}), ("mine", {"prompt": "two"})]
     tokenizer.chat_template = "{{ messages[0]['content'] }}"
-    assert [[*call] for call in prompts_for(generator, None)] == [["prompt"], ["messages"], ["messages"]]
-    assert prompts_for(generator, mine)[1] == {"messages": [{"role": "user", "content": "two"}]}
+    calls = prompts_for(generator, None)
+    assert [(kind, *call) for kind, call in calls] == [
+        ("code", "prompt"),
+        ("question", "messages"),
+        ("edit", "messages"),
+    ]
+    assert prompts_for(generator, mine)[1] == ("mine", {"messages": [{"role": "user", "content": "two"}]})

@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +94,7 @@ def test_a_pair(folders: tuple[str, str], tmp_path: Path, called: Any) -> None:
 
 def trial(draft: str, ms: float, mode: Mode, stats: Stats, *, different: int = 0, exactness: str = "exact") -> Trial:
     plain = Stats(num_target_passes=11, verify_seconds=2.0, first_token_seconds=1.0, finish_reasons=("length",))
-    answers = {at: TimedAnswer(ms, 0.5, 1.0, [int(at < different)], stats) for at in range(3)}
+    answers = {at: TimedAnswer(ms, 0.5, 1.0, [int(at < different)], stats, "code") for at in range(3)}
     return Trial(mode, draft, answers, dict.fromkeys(range(3), TimedAnswer(100.0, 0.5, 1.0, [0], plain)), exactness)
 
 
@@ -107,6 +108,8 @@ def test_advice(busy: bool, monkeypatch: pytest.MonkeyPatch, called: Any) -> Non
     lines = [("none", 100.0), ("suffix", 50.0), ("model:d", 110.0), ("suffix+d", 60.0), ("auto", 70.0)]
     trials = [trial(draft, ms, Mode(), floats) for draft, ms in lines]
     trials.append(trial("suffix", 20.0, Mode(quantization="int8-weight"), eight))
+    auto = trials[-2].answers
+    trials[-2] = replace(trials[-2], answers={**auto, 2: replace(auto[2], ms=25.0, kind="edit")})
     generator = SpecGenerator(tiny("llama", vocab=WIDTH), "suffix", tokenizer=byte_tokenizer())
 
     def run(self: Tuner) -> Any:
@@ -122,7 +125,7 @@ def test_advice(busy: bool, monkeypatch: pytest.MonkeyPatch, called: Any) -> Non
         "✓ suffix           50.0 ms per token, first token 0.50 s; 2.00×\n",
         "· model alone      110.0 ms per token, first token 0.50 s; 0.91×, it does not pay: 75% of 120 guesses were",
         "✓ model and suffix 60.0 ms",
-        "✓ auto             70.0 ms",
+        "✓ auto             55.0 ms per token, first token 0.50 s; 1.82× (code 1.43×, edit 4.00×)\n",
         "int8 weights\n  ✓ suffix ",
         "· all drafts       not tried: no time",
         "✓ command          specdec generate zoo:python-code --draft suffix --quantization int8-weight -p 'YOUR",
