@@ -6,9 +6,10 @@
 | --- | --- |
 | `reference/cli.md` | the parsers of `specdec` |
 | `reference/options.md` | options of calls, loading, suites and servers; their descriptions are in `options.yaml` |
+| `reference/api.md`, `pipelines.md`, `types.md` | docstrings of classes |
 
-This file is also a hook of mkdocs, which makes the others while the site is built. Some have a stub in the repository,
-so that links lead somewhere.
+This file is also a hook of mkdocs, which makes the others while the site is built. Some have a page in the repository,
+so that links lead somewhere; on the site mkdocstrings writes the classes, with their types.
 
 | page of the site | made from |
 | --- | --- |
@@ -20,12 +21,15 @@ so that links lead somewhere.
 from __future__ import annotations
 
 import ast
+import inspect
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
+from pkgutil import resolve_name
+from types import ModuleType
 from typing import Any, get_args, get_origin
 
 import typer.main
@@ -279,6 +283,104 @@ KINDS = tuple(
 )
 
 
+# classes
+
+_CLASSES: dict[str, tuple[str, dict[str, list[str]]]] = {
+    "reference/api.md": (
+        "# SpecGenerator\n\nThe main names of `specdec`. Arguments of calls are in [Options and files](options.md).",
+        {
+            "": [
+                *("specdec.generator.generator.SpecGenerator", "specdec.generator.generation.Generation"),
+                *("specdec.generator.generation.Event", "specdec.core.stats.Stats", "specdec.generator.job.Job"),
+                "specdec.options.load.Loading",
+            ],
+            "Constraints": [
+                "specdec.decoding.strategies.constraints.PhrasalConstraint",
+                "specdec.decoding.strategies.constraints.DisjunctiveConstraint",
+            ],
+        },
+    ),
+    "reference/pipelines.md": (
+        "# Pipelines\n\nThe names of `specdec.pipelines`.",
+        {
+            "": [
+                *(f"specdec.pipelines.summaries.summarize.{name}" for name in ("Summarizer", "Summaries", "Summary")),
+                *(f"specdec.pipelines.speech.transcribe.{name}" for name in ("Transcriber", "Transcription")),
+                "specdec.pipelines.speech.live.Live",
+            ],
+        },
+    ),
+    "reference/types.md": (
+        "# Types for extensions\n\nThe types for your own drafts, strategies and schedules. "
+        "[Extending](../extending.md) has a complete example of each.",
+        {
+            "Drafts": ["specdec.core.drafts"],
+            "Trees": ["specdec.core.tree"],
+            "Rounds": ["specdec.core.outcome.Round", "specdec.core.outcome.SequenceRound"],
+            "Strategies": ["specdec.core.strategies"],
+            "Schedules": ["specdec.core.draft_schedules.fixed"],
+        },
+    ),
+}
+"""The first lines of a page, and its classes, or modules of classes, by section."""
+
+
+def directives(path: str) -> str:
+    """A page of classes for mkdocstrings."""
+    about, sections = _CLASSES[path]
+    page = [about]
+    for title, names in sections.items():
+        page += [f"## {title}"] if title else []
+        for name in names:
+            options = {"heading_level": 3 if title else 2}
+            if isinstance(resolve_name(name), ModuleType):
+                options |= {"show_root_heading": False, "show_root_toc_entry": False}
+            page.append(f"::: {name}\n    options: {json.dumps(options)}")
+    return "\n\n".join(page) + "\n"
+
+
+def classes(path: str) -> str:
+    """The same page for readers of the repository: docstrings, and tables of methods and properties."""
+    about, sections = _CLASSES[path]
+    page = [about]
+    for title, names in sections.items():
+        page += [f"## {title}"] if title else []
+        for part in map(resolve_name, names):
+            kinds = [part] if inspect.isclass(part) else vars(part).values()
+            page += [_class(kind, "###" if title else "##") for kind in kinds if _is_public_class(kind, part)]
+    return "\n\n".join(page) + "\n"
+
+
+def _is_public_class(kind: Any, part: Any) -> bool:
+    place = part.__name__ if isinstance(part, ModuleType) else part.__module__
+    return inspect.isclass(kind) and kind.__module__ == place and not kind.__name__.startswith("_")
+
+
+def _class(kind: Any, heading: str) -> str:
+    source = Path(inspect.getfile(kind)).relative_to(SOURCE).as_posix()
+    rows = ""
+    for name, member in vars(kind).items():
+        function = getattr(member, "func", None) or getattr(member, "fget", None)
+        call = getattr(member, "__func__", member)
+        if not name.startswith("_") and (text := inspect.getdoc(function or call)) and (function or callable(call)):
+            shown = name if function else name + _arguments(call)
+            first = text.partition("\n\n")[0]
+            rows += f"| `{_pipes(shown)}` | {_pipes(_escaped(first))} |\n"
+    table = f"\n\n| | |\n| --- | --- |\n{rows}".rstrip() if rows else ""
+    call = f"`{kind.__name__}{_arguments(kind)}`, [source](../../specdec/{source})"
+    return f"{heading} {kind.__name__}\n\n{call}\n\n{inspect.getdoc(kind)}{table}"
+
+
+def _arguments(call: Any) -> str:
+    """A signature without types; nothing for protocols and other classes that have none."""
+    if getattr(call, "_is_protocol", False) or (inspect.isclass(call) and issubclass(call, dict)):
+        return ""
+    signature = inspect.signature(call)
+    arguments = [one.replace(annotation=one.empty) for one in signature.parameters.values()]
+    arguments = [one for one in arguments if one.name not in ("self", "cls")]
+    return str(signature.replace(parameters=arguments, return_annotation=signature.empty))
+
+
 # text
 
 
@@ -301,7 +403,9 @@ def changes() -> str:
 
 
 WRITTEN: dict[str, Callable[[], str]] = {"reference/cli.md": command_line, "reference/options.md": options}
+WRITTEN |= {path: partial(classes, path) for path in _CLASSES}
 PAGES: dict[str, Callable[[], str]] = {"reference/errors.md": error_list, "changelog.md": changes}
+PAGES |= {path: partial(directives, path) for path in _CLASSES}
 
 
 if __name__ == "__main__":
