@@ -220,7 +220,8 @@ def choose_draft(
 
 def load_with_spinner(request: CommandRequest, **more: Any) -> SpecGenerator:
     """The generator of a request, loaded under a spinner; `more` are further arguments of `from_pretrained`."""
-    with loading(f"loading {request.target}", downloads=not are_here(request.target, request.draft)):
+    names = " and ".join(_models(request.target, request.draft))
+    with loading(f"loading {names}", downloads=not are_here(request.target, request.draft)):
         from specdec.generator.generator import SpecGenerator
 
         return SpecGenerator.from_pretrained(request.target, request.draft, **{**request.loading, **more})
@@ -228,8 +229,13 @@ def load_with_spinner(request: CommandRequest, **more: Any) -> SpecGenerator:
 
 def are_here(target: str | None, draft: str | None) -> bool:
     """Whether neither model is downloaded: each is a path, a model of the package, or none."""
+    return all(model.startswith("zoo:") or Path(model).exists() for model in _models(target, draft))
+
+
+def _models(target: str | None, draft: str | None) -> list[str]:
+    """The ids and paths of the models that are loaded."""
     models = (target, None if draft is None else read_draft(draft).model)
-    return all(model is None or model.startswith("zoo:") or Path(model).exists() for model in models)
+    return [*dict.fromkeys(model for model in models if model is not None)]
 
 
 def read_prompt(prompt: str | None) -> str:

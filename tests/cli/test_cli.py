@@ -192,6 +192,16 @@ def test_lines_while_weights_are_brought_in(
     assert len(lines) > 10
 
 
+def test_the_line_of_loading_names_both_models(
+    folders: tuple[str, str], monkeypatch: pytest.MonkeyPatch, called: Any
+) -> None:
+    """The draft is loaded under it, too. (Its weights counted as the target's.)"""
+    monkeypatch.setattr("specdec.cli.terminal._SECONDS", -1.0)
+    target, draft = folders
+    flags = ["--draft", f"suffix+{draft}", "--draft-quantization", "int8-weight", "-p", "a", "--max-new-tokens", "1"]
+    assert f"100%: loading {target} and {draft}\n" in called("generate", target, *flags).err
+
+
 USAGE_ERRORS = {
     "generate": "no target was named",
     "generate t": "no prompt was given",
