@@ -38,11 +38,6 @@ def read_config(reader: GgufReader) -> Any:
     return config
 
 
-def model_class(config: Any) -> Any:
-    """The class of a model with a config of `read_config`."""
-    return getattr(transformers, config.architectures[0])
-
-
 def _common(header: Header) -> dict[str, Any]:
     width, heads = header.need("embedding_length"), header.number("attention.head_count")
     head = header.number("attention.key_length", width // heads)

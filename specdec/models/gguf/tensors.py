@@ -71,7 +71,8 @@ def _parts(name: str, tensor: Any, names: dict[str, str], config: Any, reader: G
             _expert_part(base, kind, prefix + module, config, int(tensor.data.shape[-2 if kind == "weight" else -1])),
         )
     parameter = f"{prefix}{module}" if module.endswith(".sinks") else f"{prefix}{module}.{kind}"
-    return (TensorPart(parameter, _row_order(base, config), plus=-1.0 if _has_added_one(base, config) else 0.0),)
+    has_added_one = config.model_type.startswith("gemma") and base.endswith("_norm")  # which transformers adds itself
+    return (TensorPart(parameter, _row_order(base, config), plus=-1.0 if has_added_one else 0.0),)
 
 
 def _attention_parts(prefix: str, kind: str, config: Any) -> tuple[TensorPart, ...]:
@@ -102,11 +103,6 @@ def _row_order(base: str, config: Any) -> Tensor | None:
         return None
     heads = config.num_attention_heads if name == "attn_q" else config.num_key_value_heads
     return torch.arange(heads * config.head_dim).view(heads, config.head_dim // 2, 2).transpose(1, 2).flatten()
-
-
-def _has_added_one(base: str, config: Any) -> bool:
-    """Whether a tensor is a norm stored with 1 added, which transformers adds itself."""
-    return config.model_type.startswith("gemma") and base.endswith("_norm")
 
 
 _SPLIT = "split"  # into queries, keys and values

@@ -65,9 +65,6 @@ class Vocabulary:
         if "</s>" in self.ids and self.ids["</s>"] not in self.special.control:  # Gemma 4 and PLaMo have it as a word
             self.types[self.ids["</s>"]] = _Type.NORMAL
 
-    def of_type(self, *types: _Type) -> list[str]:
-        return [text for text, kind in zip(self.texts, self.types, strict=False) if kind in types]
-
 
 def read_tokenizer(reader: GgufReader) -> Any:
     """A tokenizer with the file's vocabulary, split rules and chat templates; None for a file without one.
@@ -82,10 +79,10 @@ def read_tokenizer(reader: GgufReader) -> Any:
     tokenizer = build(reader.keys, vocabulary)
     rstrip = any(name in str(reader.keys.get("general.name", "")).lower() for name in ("phi-3", "phi3"))
     for special, types in ((True, (_Type.CONTROL, _Type.UNKNOWN)), (False, (_Type.USER_DEFINED,))):
-        texts = vocabulary.of_type(*types)
         added = [
             AddedToken(text, normalized=False, special=special, rstrip=rstrip and text not in _KEEP_BLANKS)
-            for text in texts
+            for text, kind in zip(vocabulary.texts, vocabulary.types, strict=False)
+            if kind in types
         ]
         (tokenizer.add_special_tokens if special else tokenizer.add_tokens)(added)
     tokenizer.post_processor = _around(reader, vocabulary)
@@ -190,17 +187,17 @@ def _decoder(prefix: bool) -> Any:
 
 _BUILDERS = {"gemma4": _bytes, "gpt2": _bytes, "llama": _sentencepiece, "t5": _unigram}
 """By `tokenizer.ggml.model`."""
-_FIRST, _LAST = ("llama",), ("t5",)  # these kinds begin, or end, texts where no key says so
+_FIRST, _LAST = ("llama", "gemma4"), ("t5",)  # these kinds begin, or end, texts where no key says so
 
 
 def _around(reader: GgufReader, vocabulary: Vocabulary) -> Any:
     """The tokens before and after a text, as the file says, or else its kind of tokenizer."""
     keys, kind = reader.keys, reader.keys["tokenizer.ggml.model"]
     rule: SplitRule | None = split_rule(keys.get("tokenizer.ggml.pre")) if kind == "gpt2" else None
-    begins = kind in _FIRST or kind == "gemma4" or (rule is not None and rule.add_bos)
+    begins = kind in _FIRST or (rule is not None and rule.add_bos)
     forced = kind == "gemma4" or (rule is not None and rule.add_bos and rule.space is not None)
     special: SpecialIds = vocabulary.special
-    first = _edge_token(reader, "bos", True if forced else begins, special.bos, forced)
+    first = _edge_token(reader, "bos", begins, special.bos, forced)
     last = _edge_token(reader, "eos", kind in _LAST, special.eos)
     texts = {number: vocabulary.texts[number] for number in (*first, *last)}
     parts = [*(f"{texts[number]}:0" for number in first), "$A:0", *(f"{texts[number]}:0" for number in last)]

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from accelerate import init_empty_weights
 from torch import Tensor, nn
 
@@ -15,7 +16,6 @@ from specdec import kernels
 from specdec.errors import LoadError
 from specdec.models.backends.experts import expert_stacks, router_stacks
 from specdec.models.backends.packed_layers import replaced, without_saving
-from specdec.models.gguf.config import model_class
 from specdec.models.gguf.experts import NUMBERS, packed_blocks, packed_numbers, pieces_of_experts
 from specdec.models.gguf.reader import GgufReader, StoredTensor, floats
 from specdec.models.gguf.tensors import TensorPart, tensor_map
@@ -89,7 +89,7 @@ def empty_model(config: Any, dtype: torch.dtype) -> Any:
     torch.set_default_dtype(dtype)
     try:
         with init_empty_weights(include_buffers=False):
-            model = model_class(config)(config)
+            model = getattr(transformers, config.architectures[0])(config)
     finally:
         torch.set_default_dtype(before)
     return model.eval()
