@@ -21,7 +21,14 @@ from transformers.activations import ACT2FN
 from specdec import kernels
 from specdec.kernels import LAYER_TENSORS, PackedLinear, part
 from specdec.models.backends.fused_linear import join_layers
-from specdec.models.backends.ragged_model import RaggedModel, Sigmoid, Tanh, cross_table, noting
+from specdec.models.backends.ragged_model import (
+    THREAD_PASS,
+    AttentionOptions,
+    RaggedModel,
+    Sigmoid,
+    Tanh,
+    thread_values,
+)
 from specdec.models.hf.derived import shallow_copy
 from specdec.models.hf.model_state import runs_other_code
 from specdec.models.hf.private_api import CACHE
@@ -118,7 +125,7 @@ class _Crossed:
         self.part = part("Crossed", *linears, tensors, eps, scale, heads, name)
 
     def __call__(self, hidden_states: Tensor, attention_mask: Any, *_: Any, **named: Any) -> Tensor:
-        cache, table = named[CACHE], cross_table()
+        cache, table = named[CACHE], THREAD_PASS.cross
         frames = cache.cross_attention_cache.layers[self.index]
         sides = *cache.self_attention_cache.buffers[self.index], table, frames.keys, frames.values
         return kernels.crossed(self.part, hidden_states, attention_mask, *sides)  # type: ignore[no-any-return]
@@ -209,8 +216,9 @@ def fused(model: RaggedModel, others: Sequence[nn.Module], run: Callable[[], obj
     config = model.model.config.get_text_config(decoder=True)
     if config.model_type not in _TYPES or getattr(config, "clip_qkv", None):
         return model
-    with noting() as noted:
-        trial = _Trial(model.model, [model.model, *others], noted)
+    notes = dict[nn.Module, AttentionOptions]()
+    with thread_values(notes=notes):
+        trial = _Trial(model.model, [model.model, *others], notes)
         try:
             run()
         finally:

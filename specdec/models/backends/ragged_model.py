@@ -45,38 +45,25 @@ sinks."""
 
 
 class _ThreadPass(threading.local):
-    """What no argument brings to the attention function of this thread's pass: the table for cross-attention, and
-    where a trial notes how modules attend."""
+    """What no argument brings to the layers of this thread's pass: the table for cross-attention, and where a trial
+    notes how modules attend over the text."""
 
     cross: Tensor | None = None
     notes: dict[nn.Module, AttentionOptions] | None = None
 
 
-_thread = _ThreadPass()
+THREAD_PASS = _ThreadPass()
 
 
 @contextmanager
-def _cross_attention(table: Tensor | None) -> Iterator[None]:
-    before, _thread.cross = _thread.cross, table
+def thread_values(**values: Any) -> Iterator[None]:
+    """Context in which this thread's passes find these values of `THREAD_PASS`."""
+    before = {name: getattr(THREAD_PASS, name) for name in values}
+    vars(THREAD_PASS).update(values)
     try:
         yield
     finally:
-        _thread.cross = before
-
-
-def cross_table() -> Tensor | None:
-    """The table of this thread's pass for cross-attention."""
-    return _thread.cross
-
-
-@contextmanager
-def noting() -> Iterator[dict[nn.Module, AttentionOptions]]:
-    """Context in which this thread's passes note how modules attend over the text."""
-    _thread.notes = {}
-    try:
-        yield _thread.notes
-    finally:
-        _thread.notes = None
+        vars(THREAD_PASS).update(before)
 
 
 def _attention(
@@ -95,13 +82,13 @@ def _attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     table, biases = attention_mask, None
     if table is None:
-        table = _thread.cross
+        table = THREAD_PASS.cross
     elif position_bias is not None:
         biases = position_bias[0, :, 0]  # by distance: see `RaggedModel`
     assert table is not None
-    if _thread.notes is not None and attention_mask is not None and biases is None:
+    if THREAD_PASS.notes is not None and attention_mask is not None and biases is None:
         sizes = [query.shape[1], key.shape[1], key.shape[3], value.shape[3]]
-        _thread.notes[module] = sizes, scale, softcap or 0.0, s_aux
+        THREAD_PASS.notes[module] = sizes, scale, softcap or 0.0, s_aux
     return kernels.attend(query, key, value, table, scale, softcap or 0.0, s_aux, biases), None
 
 
@@ -187,7 +174,7 @@ class RaggedModel(nn.Module):
             # Unused, but layers check that an encoder exists.
             nothing = torch.zeros(1, 1, self._source_width, dtype=self.dtype, device=inputs.ids.device)
             arguments["encoder_outputs"] = EncoderOutput(last_hidden_state=nothing)
-        cross = _cross_attention(inputs.encoders[0] if inputs.encoders else None)
+        cross = thread_values(cross=inputs.encoders[0] if inputs.encoders else None)
         sigmoid = EvenSigmoid() if self._even else nullcontext()
         with cross, self._position_lookup(inputs.positions), sigmoid:
             output = self.model(**arguments, output_hidden_states=hidden_states_of(layers))
