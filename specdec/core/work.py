@@ -76,6 +76,11 @@ class Work:
         """The first node with logits."""
         return len(self.tree.tokens) - self.num_logits
 
+    @property
+    def initial_length(self) -> int:
+        """The length of a text that begins with this work: all of it, or up to the first node with logits."""
+        return self.text_length or len(self.tree.path(min(self.first, len(self.tree.tokens) - 1)))
+
     def path(self, numbers: Sequence[int]) -> list[int]:
         """The new text followed by these nodes, in numbers of `tree`."""
         return [*range(self.num_text), *(self.num_text + number for number in numbers)]

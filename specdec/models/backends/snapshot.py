@@ -53,7 +53,7 @@ class _Row:
         if not tree.tokens:
             return
         if not (self.tokens and self.initial_length):
-            self.initial_length = work.text_length or len(tree.path(min(work.first, len(tree) - 1)))
+            self.initial_length = work.initial_length
         length = len(self.tokens) + tree.depth
         if reset_length is not None and self.initial_length <= reset_length < length:
             self.forget_cache()
@@ -212,8 +212,8 @@ class ReplaySession(Session):
         if num_prompt:  # a snapshot between prompt and draft saves reading the prompt twice
             self._feed(row, row.tokens[row.num_cached :] + tree.tokens[:num_prompt], 1, {})
             row.remember()
-        extra = tree.tokens[row.num_cached - length :] if num_prompt else row.tokens[row.num_cached :] + tree.tokens
-        output = self._feed(row, extra, len(tree) if extras else max(num_logits, 1), extras)
+        rest = row.tokens[row.num_cached :] + tree.tokens[max(row.num_cached - length, 0) :]
+        output = self._feed(row, rest, len(tree) if extras else max(num_logits, 1), extras)
         row.ran = list(range(len(tree)))
         logits = output.pop("logits")
         new: dict[str, Any] = {
@@ -246,9 +246,7 @@ class ReplaySession(Session):
         return torch.empty(0, self._language.vocab_size, dtype=self._language.dtype, device=self._language.device)
 
     def _is_plain(self, row: _Row) -> bool:
-        return self._language.capability.cache_kind == "none" or (
-            row.cache is not None and recurrent_state.can_be_cut(row.cache)
-        )
+        return self._language.capability.cache_kind == "none" or recurrent_state.can_be_cut(row.cache)
 
     def _get_ready(self, row: _Row, *, tentative: bool) -> None:
         """Takes a snapshot if this pass may be taken back; long missing text is fed before it."""

@@ -107,9 +107,9 @@ class ColumnMap:
         return moves
 
     def begin(self, work: Work) -> None:
-        """Sets the initial length of an empty row: the whole text, or up to the first node with logits."""
-        if not self.top and (nodes := len(work.tree.tokens)):
-            self.initial_length = work.text_length or len(work.tree.path(min(work.first, nodes - 1)))
+        """Sets the initial length of an empty row."""
+        if not self.top and work.tree.tokens:
+            self.initial_length = work.initial_length
 
     def cut(self, length: int) -> list[tuple[int, int]]:
         """Cuts the text, which is longer, to `length` tokens, and drops branches; returns moves as `compact` does."""
