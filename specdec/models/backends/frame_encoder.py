@@ -6,7 +6,7 @@ values come from one layer, and attention reads their heads where they lie.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -34,7 +34,8 @@ class FrameEncoder:
             sides = [model.get_submodule(name) for name in names]
             is_packed = all(isinstance(side, kernels.PackedLinear) for side in sides)
             union = join_layers(sides, [model, *copies], names) if is_packed else None
-            self._layers.append((layer, sides if union is None else [union], _activation(layer)))
+            activation = _gelu if type(layer.activation_fn) is type(ACT2FN["gelu"]) else layer.activation_fn
+            self._layers.append((layer, sides if union is None else [union], activation))
 
     @classmethod
     def of(cls, model: Any, copies: Sequence[Any]) -> FrameEncoder | None:
@@ -98,10 +99,6 @@ def _attended(module: Any, layers: Sequence[Any], x: Tensor) -> Tensor:
     heads = sides.view(1, x.shape[1], 3, module.num_heads, module.head_dim).permute(2, 0, 3, 1, 4)
     output: Tensor = module.out_proj(kernels.attend_frames(*heads, module.scaling).flatten(2))
     return output
-
-
-def _activation(layer: Any) -> Callable[[Tensor], Tensor]:
-    return _gelu if type(layer.activation_fn) is type(ACT2FN["gelu"]) else layer.activation_fn
 
 
 def _gelu(x: Tensor) -> Tensor:

@@ -93,7 +93,7 @@ class RaggedForward:
     def draft_chain(self, inputs: PassInputs, steps: StepInputs, rules: Sequence[ChainRule]) -> Chained:
         """Drafts a chain after the node with logits of every row, by up to `steps` more passes."""
         embeddings = self._embeddings
-        nodes = self._state_nodes(0, ()) if embeddings is None else [inputs.logit_nodes] * self.model.states
+        nodes = [self._none if embeddings is None else inputs.logit_nodes] * self.model.states
         inputs = self._cut(inputs, embeddings is not None)
         rules = [rule._replace(width=min(rule.width, self._language.vocab_size)) for rule in rules]
         return draft_chain(self.recorded, inputs._replace(state_nodes=nodes), steps, rules, embeddings)
