@@ -1,7 +1,7 @@
-"""Mixtures of experts over packed weights: of each matrix, a pass reads the experts alone that its rows chose.
+"""Mixtures of experts over packed weights: a pass reads only the experts that its rows chose.
 
-transformers keeps a matrix of all experts in one parameter, and lets a registered function compute what they say. Such
-a parameter, and the weight of the router that chooses, counts here as the weight of a linear layer (`Stack`).
+transformers keeps a matrix of all experts in one parameter, and lets a registered function compute their outputs. The
+parameter, and the weight of the router that chooses, counts here as the weight of a linear layer (`Stack`).
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from specdec.models.hf.private_api import with_experts
 
 EXPERTS = "specdec"
 _ROUTERS = {f"{family}TopKRouter" for family in ("GptOss", "Mixtral", "Olmoe", "Qwen2Moe", "Qwen3Moe")}
-_BLOCK = 32  # outputs, of which each expert fills whole blocks
+_BLOCK = 32  # outputs; each expert fills whole blocks
 
 
 class Stack:
-    """A parameter `leaf` of a module as the weight of a linear layer: its outputs are `count` experts' ones.
+    """A parameter `leaf` of a module as the weight of a linear layer with the outputs of `count` experts.
 
     `weight` is `[outputs, inputs]`, `bias` `[outputs]` or None. An expert has `rows` outputs and `padding`, which fill
     whole blocks.
@@ -57,10 +57,10 @@ class Stack:
     def unpacked(self, layer: kernels.PackedLinear) -> dict[str, Tensor]:
         """The numbers that a packed layer holds, as the parameter and its bias have them, by their names in `owner`."""
         weight = layer.weight().to(self.dtype).view(self.count, -1, self.inputs)[:, : self.rows]
-        held = {self.leaf: (weight.transpose(1, 2) if self.flips else weight).contiguous().view(self.shape)}
+        tensors = {self.leaf: (weight.transpose(1, 2) if self.flips else weight).contiguous().view(self.shape)}
         if self.bias_leaf is not None and layer.bias is not None:
-            held[self.bias_leaf] = layer.bias.to(self.dtype).view(self.count, -1)[:, : self.rows].contiguous()
-        return held
+            tensors[self.bias_leaf] = layer.bias.to(self.dtype).view(self.count, -1)[:, : self.rows].contiguous()
+        return tensors
 
     def put(self, layer: kernels.PackedLinear) -> Callable[[], None]:
         """Puts a packed layer in the place of the parameter and its bias; returns the undoing."""
@@ -114,10 +114,10 @@ def _experts(self: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tens
     """What the experts `chosen` `[rows, k]` say of `hidden` `[rows, width]`, by their `weights` `[rows, k]`."""
     (rows, k), experts = chosen.shape, chosen.flatten()
     up, down = (getattr(self, leaf) for leaf in _leaves(self))
-    inner = up.of_experts(hidden.repeat_interleave(k, 0), experts, down.inputs * (2 if self.has_gate else 1))
-    inner = self._apply_gate(inner) if self.has_gate else self.act_fn(inner)
-    said = down.of_experts(inner, experts, up.inputs)
-    return (said * weights.reshape(-1, 1)).view(rows, k, -1).sum(1).to(hidden.dtype)
+    activations = up.of_experts(hidden.repeat_interleave(k, 0), experts, down.inputs * (2 if self.has_gate else 1))
+    activations = self._apply_gate(activations) if self.has_gate else self.act_fn(activations)
+    outputs = down.of_experts(activations, experts, up.inputs)
+    return (outputs * weights.reshape(-1, 1)).view(rows, k, -1).sum(1).to(hidden.dtype)
 
 
 ALL_EXPERTS_FUNCTIONS.register(EXPERTS, _experts)

@@ -40,7 +40,7 @@ _TYPES = {
     "whisper",
 }
 _NAMES = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_pytorch_tanh"}
-_ACTIVATIONS: dict[type[Any], str] = {type(ACT2FN[name]): own for name, own in _NAMES.items()}
+_ACTIVATIONS: dict[type[Any], str] = {type(ACT2FN[name]): kind for name, kind in _NAMES.items()}
 _ACTIVATIONS |= {Sigmoid: "sigmoid", Tanh: "tanh"}
 _ALONE = None, None, False  # without norms before and after, not added to the input
 
@@ -58,7 +58,7 @@ class _Norm:
     @classmethod
     def kinds(cls, module: Any) -> list[Callable[[], _Norm]]:
         weight = module.weight.detach()
-        return [partial(cls, one, module) for one in (weight, weight.float(), 1.0 + weight.float())]
+        return [partial(cls, form, module) for form in (weight, weight.float(), 1.0 + weight.float())]
 
 
 class _Attention:
@@ -73,9 +73,9 @@ class _Attention:
         return kernels.attention(part, x, *turns, table, *text.buffers[self.index])  # type: ignore[no-any-return]
 
     def __call__(
-        self, hidden_states: Tensor, position_embeddings: Any, attention_mask: Any, **named: Any
+        self, hidden_states: Tensor, position_embeddings: Any, attention_mask: Any, **keywords: Any
     ) -> tuple[Tensor, None]:
-        return self.run(self.part, hidden_states, position_embeddings, attention_mask, named[CACHE]), None
+        return self.run(self.part, hidden_states, position_embeddings, attention_mask, keywords[CACHE]), None
 
 
 class _Gated:
@@ -100,32 +100,32 @@ class _Layer:
     is_last = False
 
     def __init__(self, attention: _Attention, gated: _Gated, norms: Sequence[_Norm | None]) -> None:
-        one, two, three, four = (norm and norm.part for norm in norms)
-        self.attention, self.of_attention = attention, part("Attention", *attention.options, one, two, True)
-        self.gated, self.of_gated = gated, part("Gated", *gated.options, three, four, True)
+        parts = [norm and norm.part for norm in norms]
+        self.attention, self.attention_part = attention, part("Attention", *attention.options, *parts[:2], True)
+        self.gated, self.gated_part = gated, part("Gated", *gated.options, *parts[2:], True)
 
-    def __call__(self, hidden_states: Tensor, attention_mask: Any, *, position_embeddings: Any, **named: Any) -> Tensor:
-        text = named[CACHE]
-        x = self.attention.run(self.of_attention, hidden_states, position_embeddings, attention_mask, text)
-        return kernels.gated(self.of_gated, x.index_select(1, text.last) if self.is_last else x)  # type: ignore[no-any-return]
+    def __call__(self, hidden_states: Tensor, attention_mask: Any, *, position_embeddings: Any, **keywords: Any) -> Tensor:
+        text = keywords[CACHE]
+        x = self.attention.run(self.attention_part, hidden_states, position_embeddings, attention_mask, text)
+        return kernels.gated(self.gated_part, x.index_select(1, text.last) if self.is_last else x)  # type: ignore[no-any-return]
 
 
 class _Crossed:
     """The `forward` of a layer that attends over the text and over an encoder's frames, as Whisper's."""
 
     def __init__(self, layers: Sequence[PackedLinear], module: Any) -> None:
-        attention, other = module.self_attn, module.encoder_attn
-        self.index, self.layers = attention.layer_idx, layers  # as in _Attention
-        others = attention.out_proj, other.q_proj, other.out_proj, module.fc1, module.fc2
+        text, frames = module.self_attn, module.encoder_attn
+        self.index, self.layers = text.layer_idx, layers  # as in _Attention
+        outer = text.out_proj, frames.q_proj, frames.out_proj, module.fc1, module.fc2
         norms = [module.self_attn_layer_norm, module.encoder_attn_layer_norm, module.final_layer_norm]
-        [(eps, scale, heads)] = {(norm.eps, one.scaling, one.num_heads) for norm in norms for one in (attention, other)}
+        [(eps, scale, heads)] = {(norm.eps, side.scaling, side.num_heads) for norm in norms for side in (text, frames)}
         tensors = [tensor.detach() for norm in norms for tensor in (norm.weight, norm.bias)]
         name = _ACTIVATIONS[type(module.activation_fn)]
-        linears = list(map(_linear, layers)), list(map(_linear, others))
+        linears = list(map(_linear, layers)), list(map(_linear, outer))
         self.part = part("Crossed", *linears, tensors, eps, scale, heads, name)
 
-    def __call__(self, hidden_states: Tensor, attention_mask: Any, *_: Any, **named: Any) -> Tensor:
-        cache, table = named[CACHE], THREAD_PASS.cross
+    def __call__(self, hidden_states: Tensor, attention_mask: Any, *_: Any, **keywords: Any) -> Tensor:
+        cache, table = keywords[CACHE], THREAD_PASS.cross
         frames = cache.cross_attention_cache.layers[self.index]
         sides = *cache.self_attention_cache.buffers[self.index], table, frames.keys, frames.values
         return kernels.crossed(self.part, hidden_states, attention_mask, *sides)  # type: ignore[no-any-return]
@@ -138,22 +138,22 @@ class _Trial:
     calls that gave the same in the first one.
     """
 
-    def __init__(self, model: nn.Module, others: Sequence[nn.Module], noted: Any) -> None:
-        self.calls, self._others, self._noted = dict[str, Any](), others, noted
+    def __init__(self, model: nn.Module, copies: Sequence[nn.Module], notes: Any) -> None:
+        self.calls, self._copies, self._notes = dict[str, Any](), copies, notes
         named = [(name, module) for name, module in model.named_modules() if name and not runs_other_code(module)]
         self.hooks = [m.register_forward_hook(partial(self._compare, name), with_kwargs=True) for name, m in named]
 
-    def _compare(self, name: str, module: nn.Module, given: Any, named: Any, output: Any) -> None:
-        before, self._joins = self.calls.get(name), name in self.calls
-        if self._joins and before is None:
+    def _compare(self, name: str, module: nn.Module, arguments: Any, keywords: Any, output: Any) -> None:
+        earlier, self._joins = self.calls.get(name), name in self.calls
+        if self._joins and earlier is None:
             return
         self.calls[name] = None
-        for maker in [lambda: before] if isinstance(before, _Norm) else self._makers(name, module):
+        for maker in [lambda: earlier] if isinstance(earlier, _Norm) else self._makers(name, module):
             try:
                 call = maker()
-                made = call(*given, **named)
-                one, other = (made[0], output[0]) if isinstance(output, tuple) else (made, output)
-                if torch.equal(one, other):
+                result = call(*arguments, **keywords)
+                pair = (result[0], output[0]) if isinstance(output, tuple) else (result, output)
+                if torch.equal(*pair):
                     self.calls[name] = call
                     return
             except Exception as error:  # whatever a module of another family lacks
@@ -164,7 +164,7 @@ class _Trial:
         children = dict(module.named_children())
         if not children and getattr(module._parameters.get("weight"), "ndim", 0) == 1:
             return _Norm.kinds(module)
-        if module in self._noted:
+        if module in self._notes:
             return [partial(self._attention, name, module, children)]
         if "down_proj" in children:
             return [partial(self._gated, name, children)]
@@ -175,7 +175,7 @@ class _Trial:
     def _attention(self, name: str, module: Any, children: dict[str, Any]) -> _Attention:
         apart = self._joined(name, children, ["qkv_proj"], ["q_proj", "k_proj", "v_proj"])
         norms = [norm and norm.part for norm in self._norms(name, children, "q_norm", "k_norm")]
-        return _Attention(module.layer_idx, apart, children["o_proj"], *norms, *self._noted[module])
+        return _Attention(module.layer_idx, apart, children["o_proj"], *norms, *self._notes[module])
 
     def _gated(self, name: str, children: dict[str, Any]) -> _Gated:
         apart = self._joined(name, children, ["gate_up_proj"], ["gate_proj", "up_proj"])
@@ -203,22 +203,22 @@ class _Trial:
     def _joined(self, name: str, children: dict[str, Any], whole: list[str], parts: list[str]) -> list[PackedLinear]:
         """The layer `whole` of a module, or these `parts`, joined if they can be."""
         names = whole if whole[0] in children else parts
-        layers = [children[one] for one in names]
-        joined = join_layers(layers, self._others, [f"{name}.{one}" for one in names]) if self._joins else None
+        layers = [children[child] for child in names]
+        joined = join_layers(layers, self._copies, [f"{name}.{child}" for child in names]) if self._joins else None
         return layers if joined is None else [joined]
 
 
-def fused(model: RaggedModel, others: Sequence[nn.Module], run: Callable[[], object]) -> RaggedModel:
+def fused(model: RaggedModel, copies: Sequence[nn.Module], run: Callable[[], object]) -> RaggedModel:
     """A copy of a model whose layers are as few calls as can be; `run` runs trial passes of the model.
 
-    Tensors of layers that share an input move to one piece, in the models `others` over the same layers, too.
+    Tensors of layers that share an input move to one piece, in the models `copies` over the same layers, too.
     """
     config = model.model.config.get_text_config(decoder=True)
     if config.model_type not in _TYPES or getattr(config, "clip_qkv", None):
         return model
     notes = dict[nn.Module, AttentionOptions]()
     with thread_values(notes=notes):
-        trial = _Trial(model.model, [model.model, *others], notes)
+        trial = _Trial(model.model, [model.model, *copies], notes)
         try:
             run()
         finally:

@@ -1,7 +1,7 @@
 """Packed layers that read the same input as one: query, key and value, or gate and up.
 
 A call costs microseconds before any weight is read, which adds up in a pass over one token. The weights of joined
-layers lie in one piece, of which the layers apart hold views.
+layers lie in one piece, and the single layers hold views of it.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ _JOINED: WeakValueDictionary[tuple[int, ...], PackedLinear] = WeakValueDictionar
 """Joined layers by the addresses of their parts: other models over the same layers reuse them."""
 
 
-def join_layers(layers: Sequence[PackedLinear], others: Sequence[Any], names: Sequence[str]) -> PackedLinear | None:
-    """One layer with the outputs of all these, if their weights can lie in one piece; None if not.
+def join_layers(layers: Sequence[PackedLinear], copies: Sequence[Any], names: Sequence[str]) -> PackedLinear | None:
+    """One layer with the outputs of all `layers`, if their weights can lie in one piece; None if not.
 
-    The layers of these `names` in the models `others` become views of it, too.
+    The layers of these `names` in the models `copies` become views of it, too.
     """
     if not PackedLinear.can_join(layers):
         return None
@@ -32,8 +32,8 @@ def join_layers(layers: Sequence[PackedLinear], others: Sequence[Any], names: Se
         joined.way = layers[0].way
     _JOINED[_addresses(layers)] = joined
     for name, layer in zip(names, layers, strict=True):
-        for other in others:
-            other.get_submodule(name)._buffers.update(layer._buffers)
+        for copy in copies:
+            copy.get_submodule(name)._buffers.update(layer._buffers)
     return joined
 
 

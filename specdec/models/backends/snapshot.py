@@ -234,13 +234,13 @@ class ReplaySession(Session):
             output = self._feed(row, tokens, len(path), extras)
             row.ran = path
             places |= {node: (output, depth) for depth, node in enumerate(path)}
-        wanted = [of_pass["logits"][at] for of_pass, at in (places[node] for node in range(first, len(tree)))]
-        new = [places[node] for node in range(work.num_cached, len(tree))]
+        logits = [output["logits"][place] for output, place in (places[node] for node in range(first, len(tree)))]
+        nodes = [places[node] for node in range(work.num_cached, len(tree))]
         layers = tuple(
-            None if layer is None else torch.stack([of_pass["hidden_states"][i][at] for of_pass, at in new])
+            None if layer is None else torch.stack([output["hidden_states"][i][place] for output, place in nodes])
             for i, layer in enumerate(output["hidden_states"])
         )
-        return Logits(work, torch.stack(wanted) if wanted else self._no_logits(), hidden_states=layers or None)
+        return Logits(work, torch.stack(logits) if logits else self._no_logits(), hidden_states=layers or None)
 
     def _no_logits(self) -> Tensor:
         return torch.empty(0, self._language.vocab_size, dtype=self._language.dtype, device=self._language.device)
