@@ -59,27 +59,27 @@ class KvSession(KvCache):
         if attentions:
             self._language.check_attentions()
             extras["output_attentions"] = True
-        new, outputs = dict[int, RowNodes](), dict[int, Logits]()
+        nodes, outputs = dict[int, RowNodes](), dict[int, Logits]()
         for row, work in zip(rows, works, strict=True):
             row.tree = work.tree
             if work.pictures is not None:
                 outputs[work.row] = self._padded.run_with_pictures(row, work, extras)
             elif work.num_new:
                 row.columns.begin(work)
-                new[row.index] = RowNodes(row.index, row.columns, work)
+                nodes[row.index] = RowNodes(row.index, row.columns, work)
         if self.cross is not None:
-            self.cross.project(new)
-        ragged, embeds = self._language.ragged, [nodes.work.embeds is not None for nodes in new.values()]
-        if ragged is not None and new and not attentions and all(one == ragged.model.reads_embeds for one in embeds):
-            outputs |= self._run_ragged(ragged, list(new.values()), hidden)
-        elif new:
+            self.cross.project(nodes)
+        ragged, inputs = self._language.ragged, {row.work.embeds is not None for row in nodes.values()}
+        if ragged is not None and not attentions and inputs == {ragged.model.reads_embeds}:
+            outputs |= self._run_ragged(ragged, list(nodes.values()), hidden)
+        elif nodes:
             if self._language.is_strict:
                 raise UnsupportedError(
                     "`exactness`='strict' takes no embeddings and returns no attentions: leave them out"
                 )
-            outputs |= self._padded.run(new, extras)
-        none = self._like.new_empty(0, self._language.vocab_size)
-        return [outputs.get(work.row) or Logits(work, none) for work in works]
+            outputs |= self._padded.run(nodes, extras)
+        no_logits = self._like.new_empty(0, self._language.vocab_size)
+        return [outputs.get(work.row) or Logits(work, no_logits) for work in works]
 
     def _run_ragged(
         self, ragged: RaggedForward, rows: Sequence[RowNodes], hidden: bool | Sequence[int]
@@ -98,7 +98,7 @@ class KvSession(KvCache):
 
     def _inputs(self, ragged: RaggedForward, rows: Sequence[RowNodes]) -> PassInputs:
         cross, language = self.cross, self._language
-        encoders = None if cross is None else [cross.seen(row.row_index) for row in rows]
+        encoders = None if cross is None else [cross.visible_frames(row.row_index) for row in rows]
         inputs = PassInputs.of(rows, language.capability.kinds, language.device, encoders)
         if ragged.model.reads_embeds:
             embeds = [row.work.embeds for row in rows if row.work.embeds is not None]
@@ -120,23 +120,24 @@ class KvSession(KvCache):
         embeds: Sequence[Tensor] | None = None,
     ) -> Chained | None:
         """Needs recorded passes, and rows that hold text alone."""
-        ragged, named = self._language.ragged, [self.row(row) for row in rows]
-        if ragged is None or not ragged.draft_chains or any(row.columns.scattered for row in named):
+        ragged, cache_rows = self._language.ragged, [self.row(row) for row in rows]
+        if ragged is None or not ragged.draft_chains or any(row.columns.scattered for row in cache_rows):
             return None
         vectors: Sequence[Tensor | None] = embeds or [None] * len(rows)
-        works = [Work(row, Tree.chain(text), embeds=one) for row, text, one in zip(rows, texts, vectors, strict=True)]
-        nodes = [RowNodes(row.index, row.columns, work) for row, work in zip(named, works, strict=True)]
-        begins = [row.columns.top + len(text) for row, text in zip(named, texts, strict=True)]
-        for row, work, begin, rule in zip(named, works, begins, rules, strict=True):
+        parts = zip(rows, texts, vectors, strict=True)
+        works = [Work(row, Tree.chain(text), embeds=vector) for row, text, vector in parts]
+        nodes = [RowNodes(row.index, row.columns, work) for row, work in zip(cache_rows, works, strict=True)]
+        begins = [row.columns.top + len(text) for row, text in zip(cache_rows, texts, strict=True)]
+        for row, work, begin, rule in zip(cache_rows, works, begins, rules, strict=True):
             row.columns.begin(work)
             self.buffers.extend(row.index, begin + rule.most - 1)
         if self.cross is not None:
-            self.cross.project(row.index for row in named)
+            self.cross.project(row.index for row in cache_rows)
         most = max(rule.most for rule in rules) - 1
         steps = StepInputs.of(nodes, begins, most, self._language.capability.kinds)
         chained = ragged.draft_chain(self._inputs(ragged, nodes), steps, rules)
         self.passes += max(map(len, chained.guesses))
-        for row, begin, guesses in zip(named, begins, chained.guesses, strict=True):
+        for row, begin, guesses in zip(cache_rows, begins, chained.guesses, strict=True):
             row.columns.base = row.columns.top = begin + len(guesses) - 1
             row.tree = EMPTY
         return chained

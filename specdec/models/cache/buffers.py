@@ -20,7 +20,7 @@ _FIRST_CAPACITY = 128  # tokens
 _LAZY_ROWS, _LAZY_COLUMNS = 16, 4160  # reserved where the system hands out pages on first write
 _PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
 _COLUMNS = 64  # kernels read so many at once where columns lie side by side
-_PAGES = 2**20  # bytes from which a buffer is mapped by itself
+_PAGES = 2**20  # bytes from which on a buffer is mapped by itself
 _SPARE_BYTES = 2**26  # buffers up to this size are kept when no row is left
 
 
@@ -76,12 +76,12 @@ class KvBuffers(Cache):  # type: ignore[misc]
 
     Full buffers double, never beyond `bounds` (rows, columns) unless passes need more, and shrink when most of them is
     unused. On the CPU, buffers without bounds reserve far more than they use, so that they are seldom copied. A column
-    takes `column_bytes` in all layers; `held()` is one past the last column in use.
+    takes `column_bytes` in all layers; `extent()` is one past the last column in use.
     """
 
-    def __init__(self, layers: int, column_bytes: int, device: torch.device, held: Callable[[], int]) -> None:
+    def __init__(self, layers: int, column_bytes: int, device: torch.device, extent: Callable[[], int]) -> None:
         self.row_capacity, self.capacity = 0, _FIRST_CAPACITY
-        self._held, self._column_bytes, self._lazy = held, column_bytes, device.type == "cpu"
+        self._extent, self._column_bytes, self._lazy = extent, column_bytes, device.type == "cpu"
         self._allocated: list[int] = []  # per row, one past the last column that the system has handed out
         self.bounds: tuple[int, int] | None = None
         self.spare_bytes = _SPARE_BYTES
@@ -98,7 +98,7 @@ class KvBuffers(Cache):  # type: ignore[misc]
 
     @property
     def bytes(self) -> int:
-        """Bytes of the buffers; of those on the CPU, of the pages that were written."""
+        """Bytes of the buffers; on the CPU, of the pages that were written."""
         sizes = [buffer.nbytes for buffer in self._buffers()]
         total, is_lazy = sum(sizes), all(buffer.device.type == "cpu" for buffer in self._buffers())
         if not total or not is_lazy or min(sizes) < _PAGES:
@@ -146,7 +146,7 @@ class KvBuffers(Cache):  # type: ignore[misc]
 
     def reserve(self, rows: int) -> None:
         if rows > self.row_capacity and self.bounds is not None:
-            columns = min(self.capacity, max(self.bounds[1], self._held()))
+            columns = min(self.capacity, max(self.bounds[1], self._extent()))
             self._resize(min(max(rows, 2 * self.row_capacity), max(rows, self.bounds[0])), columns)
         elif rows > self.row_capacity:
             self._resize(*self._ample(max(rows, 2 * self.row_capacity), self.capacity))
@@ -155,25 +155,25 @@ class KvBuffers(Cache):  # type: ignore[misc]
     def bound(self, rows: int, columns: int) -> None:
         self.bounds = (rows, columns)
         if self.row_capacity * self.capacity > rows * columns:
-            capacity = min(self.capacity, max(columns, self._held()))
+            capacity = min(self.capacity, max(columns, self._extent()))
             self._resize(min(self.row_capacity, max(rows, len(self._written))), capacity)
 
     def shrink(self, rows: int) -> None:
-        """Shrinks buffers of which at most a quarter is in use."""
+        """Shrinks buffers if at most a quarter of them is in use."""
         if not rows:
             if self.bytes > self.spare_bytes:
                 for layer in self.layers:
                     layer.buffers, layer.is_initialized = None, False
                 self._pairs, self.row_capacity, self.capacity = [], 0, _FIRST_CAPACITY
         elif self.bytes > self.spare_bytes and 4 * sum(self._written) * self._column_bytes <= self.bytes:
-            self._resize(*self._ample(2 * rows, max(_FIRST_CAPACITY, self._held())))
+            self._resize(*self._ample(2 * rows, max(_FIRST_CAPACITY, self._extent())))
 
     def clear_row(self, row: int) -> None:
         """Zeros the last row, which a new row will reuse."""
         self._note_allocated()
         for buffer in self._buffers():
             buffer[row, :, : self._written[row]].zero_()
-        del self._written[row:]  # also of a row that was reserved, and then could not be added
+        del self._written[row:]  # a row that was reserved, and then could not be added, has an entry too
 
     def move_columns(self, rows: list[int], sources: list[int], targets: list[int]) -> None:
         """Copies column `sources[i]` of `rows[i]` to column `targets[i]`; reads all before it writes."""
@@ -218,15 +218,15 @@ class KvBuffers(Cache):  # type: ignore[misc]
 
     def _ample(self, rows: int, columns: int) -> tuple[int, int]:
         """This many rows and columns, or `_LAZY_ROWS` and `_LAZY_COLUMNS` where reserving them costs nothing."""
-        more, wider = max(rows, _LAZY_ROWS), max(columns, _LAZY_COLUMNS)
-        size = more * wider * self._column_bytes
+        lazy_rows, lazy_columns = max(rows, _LAZY_ROWS), max(columns, _LAZY_COLUMNS)
+        size = lazy_rows * lazy_columns * self._column_bytes
         if self.bounds is not None or not (self._lazy and size) or 2 * size > free_bytes(torch.device("cpu")):
             return rows, columns
         try:
             mmap.mmap(-1, size, **_PRIVATE).close()
         except OSError:  # the system does not overcommit memory
             return rows, columns
-        return more, wider
+        return lazy_rows, lazy_columns
 
     def _note_allocated(self) -> None:
         self._allocated += [0] * (self.row_capacity - len(self._allocated))
@@ -234,16 +234,16 @@ class KvBuffers(Cache):  # type: ignore[misc]
             self._allocated[row] = max(self._allocated[row], written)
 
     def _resize(self, rows: int, capacity: int) -> None:
-        written, moved = [min(columns, capacity) for columns in self._written], list[Any]()
+        written, pairs = [min(columns, capacity) for columns in self._written], list[Any]()
         for layer in self.layers:
-            resized = []
+            pair = []
             for old in layer.buffers or ():
-                resized.append(new := _zeros(old, rows, old.shape[1], capacity, old.shape[3]))
+                pair.append(new := _zeros(old, rows, old.shape[1], capacity, old.shape[3]))
                 for row, columns in enumerate(written[: min(rows, old.shape[0])]):
                     columns = min(old.shape[2], columns)
                     new[row, :, :columns] = old[row, :, :columns]
-            moved.append(tuple(resized) or None)
-        for layer, buffers in zip(self.layers, moved, strict=True):  # nothing has changed if memory ran out
+            pairs.append(tuple(pair) or None)
+        for layer, buffers in zip(self.layers, pairs, strict=True):  # nothing has changed if memory ran out
             layer.buffers = buffers
         self.row_capacity, self.capacity, self._written, self._allocated, self._pairs = rows, capacity, written, [], []
 
@@ -255,8 +255,8 @@ def _zeros(like: Tensor, *shape: int) -> Tensor:
     """
     if like.stride(2) < like.stride(3):
         *rows, columns, width = shape
-        turned = _zeros(like.transpose(2, 3), *rows, width, -(-columns // _COLUMNS) * _COLUMNS)
-        return turned.transpose(2, 3)[:, :, :columns]
+        transposed = _zeros(like.transpose(2, 3), *rows, width, -(-columns // _COLUMNS) * _COLUMNS)
+        return transposed.transpose(2, 3)[:, :, :columns]
     size = math.prod(shape) * like.element_size()
     if like.device.type != "cpu" or size < _PAGES:
         return like.new_zeros(shape)

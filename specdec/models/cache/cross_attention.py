@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache
 
 from specdec.models.cache.buffers import KvBuffers
-from specdec.models.cache.layout import seen_columns
+from specdec.models.cache.layout import visible_columns
 from specdec.models.encoding import Encoding
 from specdec.models.hf.private_api import CACHE
 from specdec.models.protocols import ModelSpec
@@ -40,9 +40,9 @@ class CrossAttention:
         self.encoder_rows: list[int] = []  # of every row of the session
         self._takes_mask = "attention_mask" in language.input_names
         self._pads = self._takes_mask and language.model.main_input_name == "input_ids"
-        self._unread: set[int] = set()  # rows without projections
-        self._selected: tuple[int, ...] = ()
-        self._joined: dict[str, Any] = {}
+        self._unprojected: set[int] = set()  # rows without projections
+        self._selection: tuple[int, ...] = ()
+        self._arguments: dict[str, Any] = {}
         self._frames: list[Frames] = []
         self._tables: dict[int, list[int]] = {}
 
@@ -52,23 +52,23 @@ class CrossAttention:
         self.buffers.reserve(encoder_row + 1)
         self._encodings.append(encoding)
         self.encoder_rows.append(encoder_row)
-        self._unread.add(encoder_row)
+        self._unprojected.add(encoder_row)
 
     @torch.no_grad()
     def project(self, indices: Iterable[int]) -> None:
         """Projects the new encodings of these rows, those of equal length together."""
-        unread = self._unread.intersection(self.encoder_rows[index] for index in indices)
-        if not unread:
+        unprojected = self._unprojected.intersection(self.encoder_rows[index] for index in indices)
+        if not unprojected:
             return
-        alike: dict[int, list[int]] = {}
-        for encoder_row in sorted(unread):
-            alike.setdefault(self._encodings[encoder_row].hidden.shape[1], []).append(encoder_row)
-        for frames, encoder_rows in alike.items():
-            joined = Encoding.joined([self._encodings[encoder_row] for encoder_row in encoder_rows])
-            layers = self._language.projected(joined)
+        rows_by_length: dict[int, list[int]] = {}
+        for encoder_row in sorted(unprojected):
+            rows_by_length.setdefault(self._encodings[encoder_row].hidden.shape[1], []).append(encoder_row)
+        for frames, encoder_rows in rows_by_length.items():
+            union = Encoding.joined([self._encodings[encoder_row] for encoder_row in encoder_rows])
+            layers = self._language.projected(union)
             for i, encoder_row in enumerate(encoder_rows):
                 self.buffers.write_prefix(encoder_row, [(keys[i], values[i]) for keys, values in layers], frames)
-        self._unread -= unread
+        self._unprojected -= unprojected
         self._forget()  # buffers may have grown
 
     def fork(self, index: int) -> None:
@@ -81,18 +81,18 @@ class CrossAttention:
             self.encoder_rows[index] = last
         if encoder_row in self.encoder_rows:
             return
-        final = len(self._encodings) - 1
-        moved = self._encodings.pop()
-        self._unread.discard(encoder_row)
-        if encoder_row != final:
-            self.buffers.copy_row(final, encoder_row, moved.hidden.shape[1])
-            if final in self._unread:
-                self._unread.remove(final)
-                self._unread.add(encoder_row)
-            self._encodings[encoder_row] = moved
-            self.encoder_rows = [encoder_row if one == final else one for one in self.encoder_rows]
-        self.buffers.clear_row(final)
-        self.buffers.shrink(final)
+        last_row = len(self._encodings) - 1
+        encoding = self._encodings.pop()
+        self._unprojected.discard(encoder_row)
+        if encoder_row != last_row:
+            self.buffers.copy_row(last_row, encoder_row, encoding.hidden.shape[1])
+            if last_row in self._unprojected:
+                self._unprojected.remove(last_row)
+                self._unprojected.add(encoder_row)
+            self._encodings[encoder_row] = encoding
+            self.encoder_rows = [encoder_row if row == last_row else row for row in self.encoder_rows]
+        self.buffers.clear_row(last_row)
+        self.buffers.shrink(last_row)
         self._forget()
 
     def frames(self, index: int) -> int:
@@ -109,28 +109,28 @@ class CrossAttention:
     def inputs(self, first: int, last: int, text: KvBuffers) -> dict[str, Any]:
         """Arguments of a padded pass over rows `first` to `last - 1`, which are of one kind."""
         encoder_rows = tuple(self.encoder_rows[first:last])
-        if encoder_rows != self._selected:
+        if encoder_rows != self._selection:
             encodings = [self._encodings[encoder_row] for encoder_row in encoder_rows]
-            joined = encodings[0] if len(encoder_rows) == 1 else Encoding.joined(encodings)
-            self._selected, frames = encoder_rows, joined.hidden.shape[1]
-            self._joined = {"encoder_outputs": joined.output}
-            if joined.input_mask is not None and self._takes_mask:
-                self._joined["attention_mask"] = joined.input_mask
+            union = encodings[0] if len(encoder_rows) == 1 else Encoding.joined(encodings)
+            self._selection, frames = encoder_rows, union.hidden.shape[1]
+            self._arguments = {"encoder_outputs": union.output}
+            if union.input_mask is not None and self._takes_mask:
+                self._arguments["attention_mask"] = union.input_mask
             first = encoder_rows[0]
-            alone = encoder_rows == tuple(range(first, first + len(encoder_rows)))  # a view of them costs nothing
-            rows = slice(first, first + len(encoder_rows)) if alone else list(encoder_rows)
+            is_range = encoder_rows == tuple(range(first, first + len(encoder_rows)))  # then a view costs nothing
+            rows = slice(first, first + len(encoder_rows)) if is_range else list(encoder_rows)
             self._frames = [Frames(*(side[rows, :, :frames] for side in pair)) for pair in self.buffers.pairs()]
-        return {**self._joined, CACHE: EncoderDecoderCache(text, Cache(layers=self._frames))}
+        return {**self._arguments, CACHE: EncoderDecoderCache(text, Cache(layers=self._frames))}
 
-    def seen(self, index: int) -> list[int]:
+    def visible_frames(self, index: int) -> list[int]:
         """What nodes of this row see, as in the tables of `specdec.models.backends.ragged_inputs`."""
         encoder_row = self.encoder_rows[index]
         encoding = self._encodings[encoder_row]
         if encoding.mask is None:
             return [encoder_row, 0, 0, encoding.hidden.shape[1]]
         if encoder_row not in self._tables:
-            self._tables[encoder_row] = seen_columns(encoding.mask[0].bool().cpu().numpy())
+            self._tables[encoder_row] = visible_columns(encoding.mask[0].bool().cpu().numpy())
         return [encoder_row, 0, *self._tables[encoder_row]]
 
     def _forget(self) -> None:
-        self._selected, self._joined, self._frames, self._tables = (), {}, [], {}
+        self._selection, self._arguments, self._frames, self._tables = (), {}, [], {}

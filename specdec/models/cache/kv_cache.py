@@ -30,7 +30,7 @@ class CacheRow:
 class KvCache(Session):
     """The rows of a session over `KvBuffers`, which `KvSession` runs; `passes` counts its passes.
 
-    `over`: the session of a model with the same keys and values, whose rows it runs in place of rows of its own.
+    `over`: the session of a model with the same keys and values, whose rows this session runs.
     Dead branches leave void columns behind, which are compacted now and then.
     """
 
@@ -44,11 +44,11 @@ class KvCache(Session):
         self.passes, self._language = 0, language
         self.cache_reset_length = language.capability.cache_reset_length
         if over is not None:
-            form, given = ((one.num_layers, one.kv_bytes, one.dtype) for one in (over._language, language))
-            if form != given:
+            form, draft_form = ((spec.num_layers, spec.kv_bytes, spec.dtype) for spec in (over._language, language))
+            if form != draft_form:
                 raise DraftError(
-                    f"keys and values of the draft's model have another form than the target's ({given}, {form}): make "
-                    "the draft of this target"
+                    f"keys and values of the draft's model have another form than the target's ({draft_form}, {form}): "
+                    "make the draft of this target"
                 )
             self.buffers, self.cross, self.rows, self._by_number = over.buffers, over.cross, over.rows, over._by_number
             return
@@ -59,13 +59,13 @@ class KvCache(Session):
             lambda: max((row.columns.top for row in self.rows), default=0),
         )
         self.cross = CrossAttention(language) if language.is_encoder_decoder else None
-        self.rows, self._by_number, self._numbers = [], {}, 0
+        self.rows, self._by_number, self._last_number = [], {}, 0
 
     def add(self, encoding: Encoding | None = None) -> int:
         self.buffers.reserve(len(self.rows) + 1)
         if self.cross is not None and encoding is not None:
             self.cross.add(encoding)
-        return self._new(ColumnMap())
+        return self._add_row(ColumnMap())
 
     @torch.no_grad()
     def fork(self, row: int, length: int) -> int:
@@ -77,14 +77,14 @@ class KvCache(Session):
         if self.cross is not None:
             self.cross.fork(source.index)
         shift, initial_length = source.columns.shift, source.columns.initial_length
-        return self._new(ColumnMap(base=length, top=length, initial_length=initial_length, shift=shift))
+        return self._add_row(ColumnMap(base=length, top=length, initial_length=initial_length, shift=shift))
 
     @torch.no_grad()
     def read_from(self, prefix: Prefix, length: int, shift: int = 0) -> int:
         index = len(self.rows)
         self.buffers.reserve(index + 1)
         self.buffers.write_prefix(index, prefix, length)
-        return self._new(ColumnMap(base=length, top=length, shift=shift))
+        return self._add_row(ColumnMap(base=length, top=length, shift=shift))
 
     @torch.no_grad()
     def keep_prefix(self, row: int, length: int) -> Prefix:
@@ -147,9 +147,9 @@ class KvCache(Session):
         if self.cross is not None and not rows:
             self.cross.buffers.bound(0, 0)
 
-    def _new(self, columns: ColumnMap) -> int:
-        self._numbers += 1
-        row = self._by_number[self._numbers] = CacheRow(self._numbers, len(self.rows), columns)
+    def _add_row(self, columns: ColumnMap) -> int:
+        self._last_number += 1
+        row = self._by_number[self._last_number] = CacheRow(self._last_number, len(self.rows), columns)
         self.rows.append(row)
         return row.number
 

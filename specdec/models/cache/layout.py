@@ -73,9 +73,9 @@ class ColumnMap:
 
     def with_new(self, tree: Tree) -> tuple[list[int], list[int]]:
         """Columns and parents of all scattered nodes once `tree`, which begins with the pending branches, is added."""
-        fresh = range(self.pending, len(tree))
-        parents = [self.num_text + tree.parents[node] for node in fresh]  # -1 becomes the last node of text
-        return self.scattered + [self.top + i for i in range(len(fresh))], self.parents + parents
+        nodes = range(self.pending, len(tree))
+        parents = [self.num_text + tree.parents[node] for node in nodes]  # -1 becomes the last node of text
+        return self.scattered + [self.top + i for i in range(len(nodes))], self.parents + parents
 
     def keep(self, tree: Tree, path: list[int], num_text: int) -> None:
         """Keeps only the nodes `path` of the last pass; the first `num_text` of them become text."""
@@ -172,28 +172,29 @@ class Layout:
 
 
 def _view(trees: Sequence[Tree], maps: list[ColumnMap], nodes: int, end: int, device: torch.device) -> AttentionView:
-    """Each node sees the columns below `base`, and its ancestors among the `few` others."""
-    placed = [column_map.with_new(tree) for tree, column_map in zip(trees, maps, strict=True)]
-    few = max(len(column_map.scattered) for column_map in maps) + nodes
-    columns = np.full((len(maps), few), end, dtype=np.int64)  # `end`: a column for padding, cut off below
-    deep, is_seen = np.zeros_like(columns), np.zeros((len(maps), nodes, few), dtype=bool)
+    """Each node sees the columns below `base`, and its ancestors among `width` further columns."""
+    parts = [column_map.with_new(tree) for tree, column_map in zip(trees, maps, strict=True)]
+    width = max(len(column_map.scattered) for column_map in maps) + nodes
+    columns = np.full((len(maps), width), end, dtype=np.int64)  # `end`: a column for padding, cut off below
+    depths, is_visible = np.zeros_like(columns), np.zeros((len(maps), nodes, width), dtype=bool)
     positions = np.zeros((len(maps), nodes), dtype=np.int64)
-    for row, (column_map, (used, parents)) in enumerate(zip(maps, placed, strict=True)):
-        begin, count = len(column_map.scattered), len(used)
+    for row, (column_map, (node_columns, parents)) in enumerate(zip(maps, parts, strict=True)):
+        begin, count = len(column_map.scattered), len(node_columns)
         size = count - begin
-        columns[row, :count], deep[row, :count] = used, np.array(depths_of(parents), dtype=np.int64) + column_map.base
-        positions[row, :size] = deep[row, begin:count]
-        is_seen[row, :size, :count] = ancestry(parents)[begin:]
+        columns[row, :count] = node_columns
+        depths[row, :count] = np.array(depths_of(parents), dtype=np.int64) + column_map.base
+        positions[row, :size] = depths[row, begin:count]
+        is_visible[row, :size, :count] = ancestry(parents)[begin:]
         # Padding sees at least itself: a softmax over nothing would be NaN.
         padding = np.arange(nodes - size)
-        columns[row, count + padding] = deep[row, count + padding] = column_map.top + size + padding
-        is_seen[row, size + padding, count + padding] = True
+        columns[row, count + padding] = depths[row, count + padding] = column_map.top + size + padding
+        is_visible[row, size + padding, count + padding] = True
     base = torch.tensor([column_map.base for column_map in maps], device=device)[:, None, None]
-    at, depth, kin = (torch.from_numpy(part).to(device) for part in (columns, deep, is_seen))
-    every = torch.arange(end + 1, device=device)
-    visible = (every < base).repeat(1, nodes, 1)  # padding sees the text as well
-    visible.scatter_(2, at[:, None].expand(-1, nodes, -1), kin)
-    key_positions = every.repeat(len(maps), 1).scatter_(1, at, depth)
+    places, key_depths, ancestors = (torch.from_numpy(array).to(device) for array in (columns, depths, is_visible))
+    all_columns = torch.arange(end + 1, device=device)
+    visible = (all_columns < base).repeat(1, nodes, 1)  # padding sees the text as well
+    visible.scatter_(2, places[:, None].expand(-1, nodes, -1), ancestors)
+    key_positions = all_columns.repeat(len(maps), 1).scatter_(1, places, key_depths)
     return AttentionView(torch.from_numpy(positions).to(device), key_positions[:, :end], visible[..., :end])
 
 
@@ -202,20 +203,20 @@ def ancestry(parents: list[int]) -> np.ndarray:
     n = len(parents)
     if parents == list(range(-1, n - 1)):
         return np.tri(n, dtype=bool)
-    kin = np.eye(n, dtype=bool)
+    ancestors = np.eye(n, dtype=bool)
     for node, parent in enumerate(parents):
         if parent >= 0:
-            kin[node] |= kin[parent]
-    return kin
+            ancestors[node] |= ancestors[parent]
+    return ancestors
 
 
-def seen_columns(is_seen: np.ndarray) -> list[int]:
-    """The end of a table's row for columns that `is_seen` marks or not: a range, then words of bits."""
-    columns = np.flatnonzero(is_seen)
+def visible_columns(is_visible: np.ndarray) -> list[int]:
+    """The end of a table's row for columns that `is_visible` marks or not: a range, then words of bits."""
+    columns = np.flatnonzero(is_visible)
     first = int(columns[0]) if len(columns) else 0
-    gaps = np.flatnonzero(~is_seen[first:])
-    base = first + int(gaps[0]) if len(gaps) else len(is_seen)
-    after = is_seen[base : int(columns[-1]) + 1] if len(columns) else is_seen[:0]
+    gaps = np.flatnonzero(~is_visible[first:])
+    base = first + int(gaps[0]) if len(gaps) else len(is_visible)
+    after = is_visible[base : int(columns[-1]) + 1] if len(columns) else is_visible[:0]
     bits = np.zeros(-(-len(after) // WORD) * WORD, dtype=bool)
     bits[: len(after)] = after
     words: list[int] = np.packbits(bits, bitorder="little").view(np.int32).tolist()

@@ -1,4 +1,4 @@
-"""Snapshots of transformers' caches: of attention its length, of recurrent state a copy."""
+"""Snapshots of transformers' caches: the length of attention's keys and values, a copy of recurrent state."""
 
 from __future__ import annotations
 
