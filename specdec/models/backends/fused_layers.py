@@ -73,9 +73,9 @@ class _Attention:
         return kernels.attention(part, x, *turns, table, *text.buffers[self.index])  # type: ignore[no-any-return]
 
     def __call__(
-        self, hidden_states: Tensor, position_embeddings: Any, attention_mask: Any, **keywords: Any
+        self, hidden_states: Tensor, position_embeddings: Any, attention_mask: Any, **inputs: Any
     ) -> tuple[Tensor, None]:
-        return self.run(self.part, hidden_states, position_embeddings, attention_mask, keywords[CACHE]), None
+        return self.run(self.part, hidden_states, position_embeddings, attention_mask, inputs[CACHE]), None
 
 
 class _Gated:
@@ -104,8 +104,10 @@ class _Layer:
         self.attention, self.attention_part = attention, part("Attention", *attention.options, *parts[:2], True)
         self.gated, self.gated_part = gated, part("Gated", *gated.options, *parts[2:], True)
 
-    def __call__(self, hidden_states: Tensor, attention_mask: Any, *, position_embeddings: Any, **keywords: Any) -> Tensor:
-        text = keywords[CACHE]
+    def __call__(
+        self, hidden_states: Tensor, attention_mask: Any, *, position_embeddings: Any, **inputs: Any
+    ) -> Tensor:
+        text = inputs[CACHE]
         x = self.attention.run(self.attention_part, hidden_states, position_embeddings, attention_mask, text)
         return kernels.gated(self.gated_part, x.index_select(1, text.last) if self.is_last else x)  # type: ignore[no-any-return]
 
@@ -116,16 +118,16 @@ class _Crossed:
     def __init__(self, layers: Sequence[PackedLinear], module: Any) -> None:
         text, frames = module.self_attn, module.encoder_attn
         self.index, self.layers = text.layer_idx, layers  # as in _Attention
-        outer = text.out_proj, frames.q_proj, frames.out_proj, module.fc1, module.fc2
+        projections = text.out_proj, frames.q_proj, frames.out_proj, module.fc1, module.fc2
         norms = [module.self_attn_layer_norm, module.encoder_attn_layer_norm, module.final_layer_norm]
         [(eps, scale, heads)] = {(norm.eps, side.scaling, side.num_heads) for norm in norms for side in (text, frames)}
         tensors = [tensor.detach() for norm in norms for tensor in (norm.weight, norm.bias)]
         name = _ACTIVATIONS[type(module.activation_fn)]
-        linears = list(map(_linear, layers)), list(map(_linear, outer))
+        linears = list(map(_linear, layers)), list(map(_linear, projections))
         self.part = part("Crossed", *linears, tensors, eps, scale, heads, name)
 
-    def __call__(self, hidden_states: Tensor, attention_mask: Any, *_: Any, **keywords: Any) -> Tensor:
-        cache, table = keywords[CACHE], THREAD_PASS.cross
+    def __call__(self, hidden_states: Tensor, attention_mask: Any, *_: Any, **inputs: Any) -> Tensor:
+        cache, table = inputs[CACHE], THREAD_PASS.cross
         frames = cache.cross_attention_cache.layers[self.index]
         sides = *cache.self_attention_cache.buffers[self.index], table, frames.keys, frames.values
         return kernels.crossed(self.part, hidden_states, attention_mask, *sides)  # type: ignore[no-any-return]
@@ -140,8 +142,8 @@ class _Trial:
 
     def __init__(self, model: nn.Module, copies: Sequence[nn.Module], notes: Any) -> None:
         self.calls, self._copies, self._notes = dict[str, Any](), copies, notes
-        named = [(name, module) for name, module in model.named_modules() if name and not runs_other_code(module)]
-        self.hooks = [m.register_forward_hook(partial(self._compare, name), with_kwargs=True) for name, m in named]
+        modules = [(name, module) for name, module in model.named_modules() if name and not runs_other_code(module)]
+        self.hooks = [m.register_forward_hook(partial(self._compare, name), with_kwargs=True) for name, m in modules]
 
     def _compare(self, name: str, module: nn.Module, arguments: Any, keywords: Any, output: Any) -> None:
         earlier, self._joins = self.calls.get(name), name in self.calls
@@ -173,14 +175,14 @@ class _Trial:
         return [partial(self._layer, name, children)] if "self_attn" in children else []
 
     def _attention(self, name: str, module: Any, children: dict[str, Any]) -> _Attention:
-        apart = self._joined(name, children, ["qkv_proj"], ["q_proj", "k_proj", "v_proj"])
+        layers = self._joined(name, children, ["qkv_proj"], ["q_proj", "k_proj", "v_proj"])
         norms = [norm and norm.part for norm in self._norms(name, children, "q_norm", "k_norm")]
-        return _Attention(module.layer_idx, apart, children["o_proj"], *norms, *self._notes[module])
+        return _Attention(module.layer_idx, layers, children["o_proj"], *norms, *self._notes[module])
 
     def _gated(self, name: str, children: dict[str, Any]) -> _Gated:
-        apart = self._joined(name, children, ["gate_up_proj"], ["gate_proj", "up_proj"])
+        layers = self._joined(name, children, ["gate_up_proj"], ["gate_proj", "up_proj"])
         [activation] = [child for child in children.values() if type(child) in _ACTIVATIONS]
-        return _Gated(apart, "gate_up_proj" not in children, children["down_proj"], activation)
+        return _Gated(layers, "gate_up_proj" not in children, children["down_proj"], activation)
 
     def _layer(self, name: str, children: dict[str, Any]) -> _Layer:
         names = ["input_layernorm", "none", "post_attention_layernorm", "none"]

@@ -1,6 +1,4 @@
-"""Padded passes: rows of the buffers from the first to the last that take part, as a narrow view of them costs
-nothing.
-"""
+"""Padded passes over rows of the buffers, from the first to the last that takes part: a view of them costs nothing."""
 
 from __future__ import annotations
 
@@ -51,8 +49,8 @@ class PaddedPasses:
         with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
             logits = self._language.model(**inputs).logits[0]
         self._cache.passes += 1
-        more = logits.shape[0] - work.num_logits
-        return Logits(work, logits[more:] if more else logits, passes=(self._cache.passes,))
+        surplus = logits.shape[0] - work.num_logits
+        return Logits(work, logits[surplus:] if surplus else logits, passes=(self._cache.passes,))
 
     def run_with_pictures(self, row: CacheRow, work: Work, extras: dict[str, Any]) -> Logits:
         """The pass over the beginning of one row's text with its pictures, by the model's own masks and positions."""
@@ -114,12 +112,12 @@ class PaddedPasses:
         return spans
 
     def _padded(self, rows: dict[int, RowNodes], first: int, last: int, extras: dict[str, Any]) -> dict[int, Logits]:
-        """One padded pass over the rows `first` to `last` of the buffers; those without a work are padding."""
-        here = []
-        for index, held in enumerate(self._cache.rows[first : last + 1], first):
-            here.append(rows.get(index) or RowNodes(index, held.columns, Work(held.number, EMPTY, 0)))
-        works = [nodes.work for nodes in here]
-        layout = Layout.of([work.tree for work in works], [nodes.columns for nodes in here], self._language.device)
+        """One padded pass over the rows `first` to `last` of the buffers; rows without a work are padding."""
+        span = []
+        for index, row in enumerate(self._cache.rows[first : last + 1], first):
+            span.append(rows.get(index) or RowNodes(index, row.columns, Work(row.number, EMPTY, 0)))
+        works = [nodes.work for nodes in span]
+        layout = Layout.of([work.tree for work in works], [nodes.columns for nodes in span], self._language.device)
         if layout.view is None and layout.nodes > 1 and self._language.forgets_order:
             layout = replace(layout, view=layout.causal())
         self._cache.buffers.prepare(layout, first)
@@ -129,19 +127,19 @@ class PaddedPasses:
         nodes = list(range(layout.nodes))
         if self._logits_argument:
             sizes = {(work.num_new - work.num_logits, work.num_new) for work in works}
-            # those with logits of some row; never none, as transformers takes 0 for all
+            # nodes with logits of any row; at least one, as transformers takes 0 for all
             nodes = sorted({node for begin, end in sizes for node in range(begin, end)}) or [layout.nodes - 1]
             is_end = nodes[0] == layout.nodes - len(nodes)
             inputs[self._logits_argument] = len(nodes) if is_end else torch.tensor(nodes, device=self._language.device)
         output = self._run(inputs, layout)
         self._cache.passes += 1
         outputs: dict[int, Logits] = {}
-        for row, (nodes_of_row, work) in enumerate(zip(here, works, strict=True)):
+        for place, work in enumerate(works):
             begin = nodes.index(work.num_new - work.num_logits) if work.num_logits else 0
-            logits, more = output.logits[row, begin : begin + work.num_logits], {}
+            logits, states = output.logits[place, begin : begin + work.num_logits], {}
             if extras:
-                more = _extras(output, layout, row, None if cross is None else cross.frames(nodes_of_row.row_index))
-            outputs[work.row] = Logits(work, logits, passes=(self._cache.passes,), **more)
+                states = _extras(output, layout, place, None if cross is None else cross.frames(first + place))
+            outputs[work.row] = Logits(work, logits, passes=(self._cache.passes,), **states)
         return outputs
 
     def _inputs(self, works: Sequence[Work], layout: Layout) -> dict[str, Any]:
@@ -154,8 +152,8 @@ class PaddedPasses:
         else:
             inputs[prefix + "input_ids"] = ids
         capability = self._language.capability
-        explicit = layout.view is not None or self._language.sees or capability.padding is not None
-        if capability.positions == "ids" and explicit:
+        needs_positions = layout.view is not None or self._language.sees or capability.padding is not None
+        if capability.positions == "ids" and needs_positions:
             inputs[prefix + "position_ids"] = capability.places(ids, layout.shifted())
         if layout.view is None:
             return inputs

@@ -26,7 +26,7 @@ from specdec.models.hf.sides import trial_ids
 from specdec.models.probe import trial_encoding
 from specdec.models.protocols import ModelSpec
 
-_TRIED = 12  # tokens of the trial
+_TOKENS = 12  # of the trial
 
 
 class RaggedForward:
@@ -36,12 +36,12 @@ class RaggedForward:
         if reason := _obstacle(language):
             raise UnsupportedError(f"{type(language.model).__name__} {reason}")
         self._language = language
-        self._none = torch.empty(0, dtype=torch.long, device=language.device)
+        self._no_nodes = torch.empty(0, dtype=torch.long, device=language.device)
         self.model = RaggedModel(language)
         try:
             trial, expected = self._trial()
-            logits = self._tried(trial)
-            self.fused = fused(self.model, [language.model], partial(self._tried, trial))
+            logits = self._trial_logits(trial)
+            self.fused = fused(self.model, [language.model], partial(self._trial_logits, trial))
             self.fused.cuts &= not self._runs_other_code
         except Exception as error:  # whatever an architecture raises: it does not run so
             raise UnsupportedError(f"{type(language.model).__name__} does not attend as others do ({error})") from error
@@ -51,7 +51,7 @@ class RaggedForward:
 
     @cached_property
     def recorded(self) -> Any:
-        """What runs passes without Python, which would not call what a caller changed in a model; None: nothing."""
+        """The recorded passes; None for models that cannot be recorded, or in which a caller's code runs."""
         records = self._language.capability.records and not self._runs_other_code
         return record(self.fused) if records else None
 
@@ -83,7 +83,7 @@ class RaggedForward:
         state_nodes = self._state_nodes(inputs.ids.shape[1], layers)
         logits, *states = self.recorded.run(inputs._replace(state_nodes=state_nodes).tensors)
         pairs = zip(states, state_nodes, strict=True) if layers else ()
-        return logits[0], tuple(None if nodes is self._none else state[0] for state, nodes in pairs)
+        return logits[0], tuple(None if nodes is self._no_nodes else state[0] for state, nodes in pairs)
 
     @property
     def draft_chains(self) -> bool:
@@ -93,7 +93,7 @@ class RaggedForward:
     def draft_chain(self, inputs: PassInputs, steps: StepInputs, rules: Sequence[ChainRule]) -> Chained:
         """Drafts a chain after the node with logits of every row, by up to `steps` more passes."""
         embeddings = self._embeddings
-        nodes = [self._none if embeddings is None else inputs.logit_nodes] * self.model.states
+        nodes = [self._no_nodes if embeddings is None else inputs.logit_nodes] * self.model.states
         inputs = self._cut(inputs, embeddings is not None)
         rules = [rule._replace(width=min(rule.width, self._language.vocab_size)) for rule in rules]
         return draft_chain(self.recorded, inputs._replace(state_nodes=nodes), steps, rules, embeddings)
@@ -111,17 +111,16 @@ class RaggedForward:
 
     def _state_nodes(self, count: int, layers: bool | Sequence[int]) -> list[Tensor]:
         """The nodes of which each hidden state is returned: all `count` for `layers`, none for other layers."""
-        none = self._none
         if not layers:
-            return [none] * self.model.states
-        every = torch.arange(count, device=none.device)
-        return [every if layers is True or layer in layers else none for layer in range(self.model.states)]
+            return [self._no_nodes] * self.model.states
+        all_nodes, states = torch.arange(count, device=self._no_nodes.device), range(self.model.states)
+        return [all_nodes if layers is True or layer in layers else self._no_nodes for layer in states]
 
     @torch.no_grad()
     def _trial(self) -> tuple[list[PassInputs], Tensor]:
         """Two passes over a text, and the model's own logits of it; notes the shapes of keys and values."""
         language = self._language
-        ids = trial_ids(language.num_ids, _TRIED).to(language.device)
+        ids = trial_ids(language.num_ids, _TOKENS).to(language.device)
         text, frames = DynamicCache(), DynamicCache()
         call: dict[str, Any] = {CACHE: text}
         call["inputs_embeds" if self.model.reads_embeds else self.model.prefix + "input_ids"] = self.model.inputs(ids)
@@ -132,10 +131,9 @@ class RaggedForward:
         returns = gives_hidden_states(language.decoder)
         output = language.model(**call, use_cache=True, output_hidden_states=returns)
         self.model.states = len(returned(output, "hidden_states"))
-        self.model.widths = [(keys.shape[1], keys.shape[3], values.shape[3]) for keys, values in _pairs(text)]
-        buffers: Any = [
-            tuple(side.new_zeros(2, side.shape[1], _TRIED + 1, side.shape[3]) for side in pair) for pair in _pairs(text)
-        ]
+        pairs, size = _pairs(text), _TOKENS + 1
+        self.model.widths = [(keys.shape[1], keys.shape[3], values.shape[3]) for keys, values in pairs]
+        buffers: Any = [tuple(side.new_zeros(2, side.shape[1], size, side.shape[3]) for side in pair) for pair in pairs]
         columns, passes = ColumnMap(), []
         for tokens in torch.tensor_split(ids[0], 2):
             work = Work.text(1, tokens.tolist(), len(tokens))
@@ -147,7 +145,7 @@ class RaggedForward:
         return passes, output.logits[0]
 
     @torch.no_grad()
-    def _tried(self, passes: Sequence[PassInputs]) -> Tensor:
+    def _trial_logits(self, passes: Sequence[PassInputs]) -> Tensor:
         """The logits of passes of the trial."""
         return torch.cat([self.model.output(inputs)[0][0] for inputs in passes])
 

@@ -64,12 +64,12 @@ class PassInputs(NamedTuple):
         sizes, with_logits = [row.work.num_new for row in rows], list[int]()
         if all(len(row.work.tree) == row.work.num_logits == 1 and row.columns.top for row in rows):
             steps = StepInputs.of(rows, [row.columns.top for row in rows], 1, kinds)
-            positions, tables = steps.positions[0], [of_kind[0] for of_kind in steps.tables]
+            positions, tables = steps.positions[0], [table[0] for table in steps.tables]
         else:
-            placed = [_placed(row) for row in rows]
-            shifted = [place.positions + row.columns.shift for place, row in zip(placed, rows, strict=True)]
-            wide = max(place.kin.shape[1] for place in placed)
-            arrays = [np.concatenate([place.table(kind, wide) for place in placed]) for kind in kinds]
+            parts = [_placed(row) for row in rows]
+            shifted = [part.positions + row.columns.shift for part, row in zip(parts, rows, strict=True)]
+            width = max(part.ancestors.shape[1] for part in parts)
+            arrays = [np.concatenate([part.table(kind, width) for part in parts]) for kind in kinds]
             positions = torch.from_numpy(np.concatenate(shifted)[None])
             tables = [torch.from_numpy(table[None, None]) for table in arrays]
         for row, end in zip(rows, accumulate(sizes), strict=True):
@@ -111,37 +111,37 @@ class StepInputs:
 
 @dataclass(frozen=True, slots=True)
 class _Placed:
-    """The nodes of one row: `columns` and `positions` `[nodes]`, and the columns that each sees.
+    """The nodes of one row: `columns` and `positions` `[nodes]`, and the columns that each node sees.
 
-    `base` `[nodes]` is one past the range that a node sees: the settled text, or in chains the node itself. `kin`
-    `[nodes, few]`: the ancestors (and itself) among the columns from `base` on, whose positions are `depth` `[few]`.
+    `base` `[nodes]` is one past the range that a node sees: the settled text, or in chains the node itself. `ancestors`
+    `[nodes, width]`: its ancestors and itself among the columns from `base` on, whose positions are `depth` `[width]`.
     """
 
     row_index: int
     columns: np.ndarray
     positions: np.ndarray
     base: np.ndarray
-    kin: np.ndarray
+    ancestors: np.ndarray
     depth: np.ndarray
 
-    def table(self, kind: AttentionKind, wide: int) -> np.ndarray:
-        """The table `[nodes, 4 + words]` with bits for `wide` columns."""
-        words = -(-wide // WORD)
+    def table(self, kind: AttentionKind, width: int) -> np.ndarray:
+        """The table `[nodes, 4 + words]` with bits for `width` columns."""
+        words = -(-width // WORD)
         table = np.zeros((len(self.columns), 4 + words), dtype=np.int32)
         first = kind.first_seen(self.positions)
         table[:, 0], table[:, 1] = self.row_index, self.columns
         table[:, 2], table[:, 3] = np.minimum(first, self.base), self.base
-        if few := self.kin.shape[1]:
+        if count := self.ancestors.shape[1]:
             bits = np.zeros((len(table), words * WORD), dtype=bool)
-            bits[:, :few] = self.kin & (self.depth >= first[:, None])
+            bits[:, :count] = self.ancestors & (self.depth >= first[:, None])
             table[:, 4:] = np.packbits(bits, axis=1, bitorder="little").view(np.int32)
         return table
 
 
 def _cross(sizes: Sequence[int], encoders: Sequence[list[int]]) -> Tensor:
     """What every node sees of its row's encoder: `[1, 1, nodes, 4 + words]`."""
-    wide = max(map(len, encoders))
-    lines = torch.tensor([seen + [0] * (wide - len(seen)) for seen in encoders], dtype=torch.int32)
+    width = max(map(len, encoders))
+    lines = torch.tensor([seen + [0] * (width - len(seen)) for seen in encoders], dtype=torch.int32)
     return lines.repeat_interleave(torch.tensor(sizes), dim=0)[None, None]
 
 
@@ -149,13 +149,14 @@ def _placed(row: RowNodes) -> _Placed:
     row_map, tree, size = row.columns, row.work.tree, row.work.num_new
     if not row_map.scattered and tree.is_chain:
         columns = np.arange(row_map.top, row_map.top + size)
-        none = np.zeros((size, 0), dtype=bool)
-        return _Placed(row.row_index, columns, columns, columns + 1, none, np.zeros(0, dtype=np.int64))
-    used, parents = row_map.with_new(tree)
-    count, few = len(row_map.scattered), row_map.top + size - row_map.base
-    at = np.array(used) - row_map.base
-    kin = np.zeros((size, few), dtype=bool)
-    kin[:, at] = ancestry(parents)[count:]
-    depth = np.zeros(few, dtype=np.int64)
-    depth[at] = np.array(depths_of(parents)) + row_map.base
-    return _Placed(row.row_index, np.array(used[count:]), depth[at[count:]], np.full(size, row_map.base), kin, depth)
+        no_columns = np.zeros((size, 0), dtype=bool)
+        return _Placed(row.row_index, columns, columns, columns + 1, no_columns, np.zeros(0, dtype=np.int64))
+    node_columns, parents = row_map.with_new(tree)
+    count, width = len(row_map.scattered), row_map.top + size - row_map.base
+    places = np.array(node_columns) - row_map.base
+    ancestors = np.zeros((size, width), dtype=bool)
+    ancestors[:, places] = ancestry(parents)[count:]
+    depth = np.zeros(width, dtype=np.int64)
+    depth[places] = np.array(depths_of(parents)) + row_map.base
+    columns, base = np.array(node_columns[count:]), np.full(size, row_map.base)
+    return _Placed(row.row_index, columns, depth[places[count:]], base, ancestors, depth)

@@ -172,8 +172,8 @@ class RaggedModel(nn.Module):
             projected = Cache(layers=[Frames(*pair) for pair in inputs.frames])
             arguments[CACHE] = EncoderDecoderCache(text, projected)
             # Unused, but layers check that an encoder exists.
-            nothing = torch.zeros(1, 1, self._source_width, dtype=self.dtype, device=inputs.ids.device)
-            arguments["encoder_outputs"] = EncoderOutput(last_hidden_state=nothing)
+            no_frames = torch.zeros(1, 1, self._source_width, dtype=self.dtype, device=inputs.ids.device)
+            arguments["encoder_outputs"] = EncoderOutput(last_hidden_state=no_frames)
         cross = thread_values(cross=inputs.encoders[0] if inputs.encoders else None)
         sigmoid = EvenSigmoid() if self._even else nullcontext()
         with cross, self._position_lookup(inputs.positions), sigmoid:
@@ -209,17 +209,17 @@ class Sigmoid(nn.Module):
         self.scale = scale
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        return (wide / (1 + torch.exp(-self.scale * wide))).to(x.dtype)
+        x32 = x.float()
+        return (x32 / (1 + torch.exp(-self.scale * x32))).to(x.dtype)
 
 
 class Tanh(nn.Module):
     """GELU by way of tanh (arXiv:1606.08415, section 2)."""
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        inner = math.sqrt(2 / math.pi) * (wide + 0.044715 * wide * wide * wide)
-        return (0.5 * wide * (1 + torch.tanh(inner))).to(x.dtype)
+        x32 = x.float()
+        inner = math.sqrt(2 / math.pi) * (x32 + 0.044715 * x32 * x32 * x32)
+        return (0.5 * x32 * (1 + torch.tanh(inner))).to(x.dtype)
 
 
 _ORDER_FREE = {

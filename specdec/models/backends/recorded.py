@@ -72,10 +72,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc,no-untyped-call]
         if torch.Tag.dynamic_output_shape in func.tags and not _picks(func, args):
             raise _Unrecordable(f"{func} makes a tensor whose size depends on values")
         result = func(*args, **(kwargs or {}))
-        names = func._schema.arguments[len(args) :]
-        arguments = [*args, *((kwargs or {}).get(one.name, one.default_value) for one in names)]
+        parameters = func._schema.arguments[len(args) :]
+        arguments = [*args, *((kwargs or {}).get(parameter.name, parameter.default_value) for parameter in parameters)]
         tensors = list(result) if isinstance(result, list | tuple) else [] if result is None else [result]
-        if not all(isinstance(one, Tensor) for one in tensors):
+        if not all(isinstance(tensor, Tensor) for tensor in tensors):
             raise _Unrecordable(f"{func} makes {type(result).__name__}, on which the next operators may depend")
         self.calls.append((func, arguments, tensors))
         return result
@@ -86,46 +86,47 @@ class _Tape:
 
     def __init__(self, model: RaggedModel, inputs: PassInputs) -> None:
         with _Guard(), _Recorder() as recorder:
-            outputs = model(*inputs)
-        self.calls, self.inputs, self.held = recorder.calls, inputs.tensors, list[Tensor]()
-        self.measured = _measured(inputs)
-        self.sizes = [self.inputs[number].shape[dimension] for number, dimension in self.measured]
+            results = model(*inputs)
+        self.calls, self.inputs, self.weights = recorder.calls, inputs.tensors, list[Tensor]()
+        self.size_places = _size_places(inputs)
+        self.sizes = [self.inputs[number].shape[dimension] for number, dimension in self.size_places]
         numbers = {id(tensor): place for place, tensor in enumerate(self.inputs)}
         result_ids = set[int]()
         for _, arguments, tensors in self.calls:
             for tensor in (value for _, value in _flat(arguments) if isinstance(value, Tensor)):
                 if id(tensor) not in result_ids and id(tensor) not in numbers:
                     numbers[id(tensor)] = len(numbers)
-                    self.held.append(tensor)
+                    self.weights.append(tensor)
             result_ids |= set(map(id, tensors))
         count = len(numbers)
-        self.read, self.results = list[dict[Place, int]](), list[list[int]]()
+        self.operands, self.results = list[dict[Place, int]](), list[list[int]]()
         for _, arguments, tensors in self.calls:
             flat = _flat(arguments)
-            self.read.append({place: numbers[id(value)] for place, value in flat if isinstance(value, Tensor)})
+            self.operands.append({place: numbers[id(value)] for place, value in flat if isinstance(value, Tensor)})
             self.results.append(list(range(count, count := count + len(tensors))))
             numbers |= {id(tensor): number for tensor, number in zip(tensors, self.results[-1], strict=True)}
-        self.returned = [numbers[id(tensor)] for tensor in outputs]
+        self.outputs = [numbers[id(tensor)] for tensor in results]
 
     def passes(self, other: _Tape) -> Any:
         """What runs passes of any sizes, if the `other` one differs in its sizes alone."""
-        flows = [([call[0] for call in tape.calls], tape.read, tape.results, tape.returned) for tape in (self, other)]
-        same = flows[0] == flows[1] and len(self.held) == len(other.held)
-        pairs = zip(self.held, other.held, strict=same)
+        tapes = self, other
+        flows = [([call[0] for call in tape.calls], tape.operands, tape.results, tape.outputs) for tape in tapes]
+        same = flows[0] == flows[1] and len(self.weights) == len(other.weights)
+        pairs = zip(self.weights, other.weights, strict=same)
         if not same or not all(one is two or torch.equal(one, two) for one, two in pairs):
             raise _Unrecordable("its operators depend on the number of tokens")
-        passes = kernels.passes(len(self.inputs), self.measured, self.held)
-        for (func, mine, _), (_, theirs, _), read, results in zip(
-            self.calls, other.calls, self.read, self.results, strict=True
+        passes = kernels.passes(len(self.inputs), self.size_places, self.weights)
+        for (func, mine, _), (_, theirs, _), operands, results in zip(
+            self.calls, other.calls, self.operands, self.results, strict=True
         ):
             sizes = [
                 [*place, *self._factor(one, two, other.sizes)]
                 for (place, one), (_, two) in zip(_flat(mine), _flat(theirs), strict=True)
                 if not isinstance(one, Tensor | torch.ScriptObject) and one != two
             ]
-            values, constants = [[*place, number] for place, number in read.items()], tuple(map(_constant, mine))
+            values, constants = [[*place, number] for place, number in operands.items()], tuple(map(_constant, mine))
             passes.add(func._schema.name, func._schema.overload_name, constants, values, sizes, results)
-        passes.end(self.returned)
+        passes.end(self.outputs)
         return passes
 
     def _factor(self, mine: Any, theirs: Any, sizes: Sequence[int]) -> tuple[int, int]:
@@ -199,7 +200,7 @@ def example(model: RaggedModel, sizes: Sizes) -> PassInputs:
     )
 
 
-def _measured(inputs: PassInputs) -> list[list[int]]:
+def _size_places(inputs: PassInputs) -> list[list[int]]:
     """The sizes that change: numbers of an input and of a dimension."""
     text = 3 + len(inputs.tables) + len(inputs.encoders)
     buffers = [text, text + 2 * len(inputs.buffers)][: 1 + bool(inputs.frames)]
@@ -216,15 +217,15 @@ def _pair(width: tuple[int, ...], rows: int, columns: int, dtype: torch.dtype) -
 def _picks(func: Any, args: Any) -> bool:
     """Whether this is a choice by numbers, whose count is known."""
     picks = func is torch.ops.aten.index.Tensor
-    return picks and not any(one is not None and one.dtype in (torch.bool, torch.uint8) for one in args[1])
+    return picks and not any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
 
 
 def _flat(arguments: Sequence[Any]) -> list[tuple[Place, Any]]:
-    """Arguments, and the members of those that are lists, with their places."""
+    """Arguments with their places; members in the place of lists."""
     pairs: list[tuple[Place, Any]] = []
     for place, value in enumerate(arguments):
         is_list = isinstance(value, list | tuple)
-        pairs += [((place, at), one) for at, one in enumerate(value)] if is_list else [((place, -1), value)]
+        pairs += [((place, at), member) for at, member in enumerate(value)] if is_list else [((place, -1), value)]
     return pairs
 
 

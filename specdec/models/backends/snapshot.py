@@ -10,6 +10,8 @@ import copy
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
+from operator import eq
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -44,7 +46,7 @@ class _Row:
     num_cached: int = 0
     snapshot: tuple[int, Any, list[Any] | None] | None = None
     tree: Tree = EMPTY
-    ran: list[int] = field(default_factory=list)
+    last_path: list[int] = field(default_factory=list)
     initial_length: int = 0
 
     def begin(self, work: Work, reset_length: int | None) -> None:
@@ -98,7 +100,7 @@ class ReplaySession(Session):
         self.cache_reset_length = language.capability.cache_reset_length
         self._language = language
         self.rows: dict[int, _Row] = {}
-        self._numbers = 0
+        self._last_number = 0
         self._cautious = False
         self._proven = False
         names = (name for name in recurrent_state.CACHE_NAMES if name in language.input_names)
@@ -109,7 +111,7 @@ class ReplaySession(Session):
         self._lock = _MODULE_LOCKS.setdefault(language.model, threading.RLock())
 
     def add(self, encoding: Encoding | None = None) -> int:
-        return self._new(_Row(encoding))
+        return self._add_row(_Row(encoding))
 
     def fork(self, row: int, length: int) -> int:
         source = self._row(row)
@@ -117,7 +119,7 @@ class ReplaySession(Session):
             raise OptionError.of("length", f"at most the {len(source.tokens)} tokens that the row holds", length)
         # The snapshot is shared: restoring copies its tensors.
         copies = {"tokens": list(source.tokens), "cache": copy.deepcopy(source.cache)}
-        number = self._new(branch := replace(source, **copies, tree=EMPTY, ran=[]))
+        number = self._add_row(branch := replace(source, **copies, tree=EMPTY, last_path=[]))
         self.truncate([number], [length])
         if self._begins_anew:
             branch.forget_cache()
@@ -150,7 +152,7 @@ class ReplaySession(Session):
                 row.embeds = torch.cat([before[: len(row.tokens)], work.embeds])
             row.rewind(len(row.tokens))
             row.begin(work, self.cache_reset_length)
-            row.ran = []
+            row.last_path = []
             passes = self.passes
             out = self._run_work(row, work, extras)
             outputs.append(replace(out, passes=range(passes, self.passes)))
@@ -171,16 +173,16 @@ class ReplaySession(Session):
             path = nodes if num_texts is None else nodes[: num_texts[i]]
             if any(node >= len(row.tree) for node in nodes):
                 raise OptionError.of("paths", f"nodes of the last pass, which had {len(row.tree)}", nodes)
-            before, ran = len(row.tokens), row.ran
+            before, last_path = len(row.tokens), row.last_path
             row.tokens += [row.tree.tokens[node] for node in path]
-            common = next((i for i, pair in enumerate(zip(path, ran, strict=False)) if pair[0] != pair[1]), len(path))
-            complete = common >= len(ran)
+            common = sum(takewhile(bool, map(eq, path, last_path)))
+            complete = common >= len(last_path)
             if not complete:
                 row.rewind(before + common)
             self._cautious |= not complete or (bool(path) and not final)
             self._proven |= final and complete and row.snapshot is not None
             row.final = len(row.tokens) if final else row.final
-            row.tree, row.ran = row.tree.part(nodes, len(path)), []
+            row.tree, row.last_path = row.tree.part(nodes, len(path)), []
 
     def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         for row, length in zip(map(self._row, rows), lengths, strict=True):
@@ -188,12 +190,12 @@ class ReplaySession(Session):
                 self._cautious = True
                 del row.tokens[length:]
                 row.rewind(length)
-                row.final, row.tree, row.ran = length, EMPTY, []
+                row.final, row.tree, row.last_path = length, EMPTY, []
 
-    def _new(self, row: _Row) -> int:
-        self._numbers += 1
-        self.rows[self._numbers] = row
-        return self._numbers
+    def _add_row(self, row: _Row) -> int:
+        self._last_number += 1
+        self.rows[self._last_number] = row
+        return self._last_number
 
     def _row(self, number: int) -> _Row:
         if number not in self.rows:
@@ -206,7 +208,7 @@ class ReplaySession(Session):
             return Logits(work, self._no_logits())
         if not tree.is_chain:
             return self._run_paths(row, work, extras)
-        self._get_ready(row, tentative=num_logits > 1)
+        self._prepare(row, tentative=num_logits > 1)
         num_prompt = first if num_logits > 1 and not extras and first > _LONG_REPLAY and not self._is_plain(row) else 0
         length = len(row.tokens)
         if num_prompt:  # a snapshot between prompt and draft saves reading the prompt twice
@@ -214,14 +216,14 @@ class ReplaySession(Session):
             row.remember()
         rest = row.tokens[row.num_cached :] + tree.tokens[max(row.num_cached - length, 0) :]
         output = self._feed(row, rest, len(tree) if extras else max(num_logits, 1), extras)
-        row.ran = list(range(len(tree)))
+        row.last_path = list(range(len(tree)))
         logits = output.pop("logits")
-        new: dict[str, Any] = {
+        states: dict[str, Any] = {
             name: tuple(None if layer is None else layer[..., work.num_cached :, :] for layer in layers)
             for name, layers in output.items()
             if layers
         }
-        return Logits(work, logits[len(logits) - num_logits :], **new)
+        return Logits(work, logits[len(logits) - num_logits :], **states)
 
     def _run_paths(self, row: _Row, work: Work, extras: dict[str, Any]) -> Logits:
         tree, first, inner = work.tree, work.first, set(work.tree.parents)
@@ -229,10 +231,10 @@ class ReplaySession(Session):
         for leaf in (node for node in range(len(tree)) if node not in inner):
             path = tree.path(leaf)
             row.rewind(len(row.tokens))
-            self._get_ready(row, tentative=True)
+            self._prepare(row, tentative=True)
             tokens = row.tokens[row.num_cached :] + [tree.tokens[node] for node in path]
             output = self._feed(row, tokens, len(path), extras)
-            row.ran = path
+            row.last_path = path
             places |= {node: (output, depth) for depth, node in enumerate(path)}
         logits = [output["logits"][place] for output, place in (places[node] for node in range(first, len(tree)))]
         nodes = [places[node] for node in range(work.num_cached, len(tree))]
@@ -248,7 +250,7 @@ class ReplaySession(Session):
     def _is_plain(self, row: _Row) -> bool:
         return self._language.capability.cache_kind == "none" or recurrent_state.can_be_cut(row.cache)
 
-    def _get_ready(self, row: _Row, *, tentative: bool) -> None:
+    def _prepare(self, row: _Row, *, tentative: bool) -> None:
         """Takes a snapshot if this pass may be taken back; long missing text is fed before it."""
         if not (tentative or self._cautious or not self._proven) or self._is_plain(row):
             return
