@@ -26,7 +26,7 @@ from specdec.models.hf.sides import trial_ids
 from specdec.models.probe import trial_encoding
 from specdec.models.protocols import ModelSpec
 
-_TOKENS = 12  # of the trial
+_TOKENS = 12  # a trial has so many
 
 
 class RaggedForward:

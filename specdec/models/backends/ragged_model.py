@@ -194,7 +194,7 @@ class RaggedModel(nn.Module):
         if self._style == "ids":
             return nullcontext()
         query, key, decoder = positions, positions, decoder_of(self.model)
-        if self._style == "bias":  # one query, and keys at every distance that has a bias of its own
+        if self._style == "bias":  # one query, and a key for each distance with another bias
             layers = decoder.modules()
             farthest = max(getattr(layer, "relative_attention_max_distance", 0) for layer in layers)
             query, key = positions.new_zeros(1, 1), -torch.arange(farthest + 1, device=positions.device)[None]

@@ -37,7 +37,7 @@ class CrossAttention:
             lambda: max((encoding.hidden.shape[1] for encoding in self._encodings), default=0),
         )
         self.buffers.bound(0, 0)  # rows never grow: nothing is reserved for them
-        self.encoder_rows: list[int] = []  # of every row of the session
+        self.encoder_rows: list[int] = []  # by the index of the row
         self._takes_mask = "attention_mask" in language.input_names
         self._pads = self._takes_mask and language.model.main_input_name == "input_ids"
         self._unprojected: set[int] = set()  # rows without projections

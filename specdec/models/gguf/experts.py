@@ -23,12 +23,12 @@ def pieces_of_experts(
     model: Any, parts: Mapping[str, Sequence[TensorPart]], reader: GgufReader
 ) -> dict[str, tuple[Stack, Pieces]]:
     """The tensors of each matrix of experts, by parameter; none if all of them are plain numbers."""
-    found: dict[str, tuple[Stack, Pieces]] = {name: (stack, []) for name, stack in expert_stacks(model).items()}
-    for name, places in parts.items():
-        for part in places:
-            if part.parameter in found:
-                found[part.parameter][1].append((part, reader.tensors[name]))
-    return {} if all(_kinds(pieces) <= NUMBERS for _, pieces in found.values()) else found
+    matrices: dict[str, tuple[Stack, Pieces]] = {name: (stack, []) for name, stack in expert_stacks(model).items()}
+    for name, tensor_parts in parts.items():
+        for part in tensor_parts:
+            if part.parameter in matrices:
+                matrices[part.parameter][1].append((part, reader.tensors[name]))
+    return {} if all(_kinds(pieces) <= NUMBERS for _, pieces in matrices.values()) else matrices
 
 
 def packed_blocks(stack: Stack, pieces: Pieces, rounds: bool) -> kernels.PackedLinear | None:
@@ -39,7 +39,7 @@ def packed_blocks(stack: Stack, pieces: Pieces, rounds: bool) -> kernels.PackedL
     if others or not is_whole or kind not in (kernels.BLOCKS if rounds else kernels.IN_FLOATS):
         return None
     raw, row, begin = list[Tensor](), torch.empty(stack.rows, dtype=torch.long), 0
-    for part, tensor in pieces:  # whose rows lie one behind the other for each expert
+    for part, tensor in pieces:  # for each expert, their rows lie one behind the other
         raw.append(torch.from_numpy(np.asarray(tensor.data)))
         row[part.place or slice(None)] = torch.arange(begin, begin := begin + raw[-1].shape[1])
     order = (torch.arange(stack.count)[:, None] * stack.rows + row).flatten()
@@ -48,7 +48,7 @@ def packed_blocks(stack: Stack, pieces: Pieces, rounds: bool) -> kernels.PackedL
 
 
 def packed_numbers(stack: Stack, pieces: Pieces, rounds: bool) -> kernels.PackedLinear:
-    """The matrices over a parameter that was read: rounded to 8 bits if the file has them in fewer, else as it is."""
+    """The matrices of a parameter that was read, rounded to 8 bits if the file has fewer."""
     is_plain = not rounds or _kinds(pieces) <= NUMBERS
     return kernels.pack(stack.weight) if is_plain else kernels.round_weight(stack.weight, 8)
 

@@ -40,16 +40,16 @@ _ABSENT: dict[str, Any] = {
 class Header:
     """The keys of a file that begin with its architecture's name, and its tensors, which say the model's shape.
 
-    `check` raises UnsupportedError for a key that nobody asked for: each one may change what the model computes.
+    `check` raises UnsupportedError for a key that was not read: each key may change what the model computes.
     """
 
     def __init__(self, reader: GgufReader) -> None:
         self.reader, self.architecture = reader, architecture_of(reader)
-        self._read: set[str] = set()
+        self._names_read: set[str] = set()
 
     def get(self, name: str, default: Any = None) -> Any:
         """The value of a key by its name without the architecture's."""
-        self._read.add(name)
+        self._names_read.add(name)
         return self.reader.keys.get(f"{self.architecture}.{name}", default)
 
     def need(self, name: str) -> Any:
@@ -90,7 +90,7 @@ class Header:
         prefix = f"{self.architecture}."
         for key, value in self.reader.keys.items():
             name = key.removeprefix(prefix)
-            if key == name or name in self._read or name in _HARMLESS:
+            if key == name or name in self._names_read or name in _HARMLESS:
                 continue
             if name in _ABSENT and np.all(np.asarray(value) == _ABSENT[name]):
                 continue

@@ -43,11 +43,11 @@ def rope_parameters(header: Header) -> dict[str, Any]:
     if freqs or short or long:  # rope_freqs comes before the two others
         original = int(original or header.need("context_length"))
         short, long = freqs or short or long, freqs or long or short
-        scaled: dict[str, Any] = {"short_factor": [number * factor for number in short or ()]}
-        scaled |= {"long_factor": [number * factor for number in long or ()]}
-        scaled |= {"original_max_position_embeddings": original, "attention_factor": float(attention or 1.0)}
-        scaled["factor"] = max(1.0, header.need("context_length") / original)  # without effect beside attention_factor
-        return rope | {"rope_type": "longrope", **scaled}
+        scaling: dict[str, Any] = {"short_factor": [number * factor for number in short or ()]}
+        scaling |= {"long_factor": [number * factor for number in long or ()]}
+        scaling |= {"original_max_position_embeddings": original, "attention_factor": float(attention or 1.0)}
+        scaling["factor"] = max(1.0, header.need("context_length") / original)  # without effect beside attention_factor
+        return rope | {"rope_type": "longrope", **scaling}
     if attention not in (None, 1.0):
         raise header.refusal("rope.scaling.attn_factor", attention, "no scaling is there that it could belong to")
     return rope if factor == 1.0 else rope | {"rope_type": "linear", "factor": factor}

@@ -79,12 +79,12 @@ def read_tokenizer(reader: GgufReader) -> Any:
     tokenizer = build(reader.keys, vocabulary)
     rstrip = any(name in str(reader.keys.get("general.name", "")).lower() for name in ("phi-3", "phi3"))
     for special, types in ((True, (_Type.CONTROL, _Type.UNKNOWN)), (False, (_Type.USER_DEFINED,))):
-        added = [
+        tokens = [
             AddedToken(text, normalized=False, special=special, rstrip=rstrip and text not in _KEEP_BLANKS)
             for text, kind in zip(vocabulary.texts, vocabulary.types, strict=False)
             if kind in types
         ]
-        (tokenizer.add_special_tokens if special else tokenizer.add_tokens)(added)
+        (tokenizer.add_special_tokens if special else tokenizer.add_tokens)(tokens)
     tokenizer.post_processor = _around(reader, vocabulary)
     specials = zip(("bos_token", "eos_token", "unk_token", "pad_token"), vocabulary.special[:4], strict=True)
     fast = PreTrainedTokenizerFast(
@@ -117,14 +117,14 @@ def _bytes(keys: Mapping[str, Any], vocabulary: Vocabulary) -> Tokenizer:
         if left in ids and right in ids and left + right in ids:
             merges.append((left, right))
     tokenizer = Tokenizer(models.BPE(ids, merges, ignore_merges=rule.whole_words, byte_fallback=rule.space is not None))
-    split: list[Any] = [pre_tokenizers.Split(Regex(regex), "isolated") for regex in rule.regexes]
+    splitters: list[Any] = [pre_tokenizers.Split(Regex(regex), "isolated") for regex in rule.regexes]
     if rule.space is None:
-        split.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
+        splitters.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
         tokenizer.decoder = decoders.ByteLevel()
     else:
         tokenizer.normalizer = normalizers.Replace(" ", rule.space)
         tokenizer.decoder = _decoder(prefix=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(split)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(splitters)
     return tokenizer
 
 

@@ -35,50 +35,50 @@ def read_model(reader: GgufReader, config: Any, dtype: torch.dtype, *, packs: bo
     """
     model, parts = empty_model(config, dtype), tensor_map(reader, config)
     empty = dict(model.named_parameters(remove_duplicate=False))
-    filled = dict.fromkeys(empty, 0)  # counts of numbers
-    packed, rounded, unforgotten = dict[str, kernels.PackedLinear](), Counter[str](), 0
-    of_experts = pieces_of_experts(model, parts, reader) if packs else {}
-    for name, places in with_bar(parts.items(), "Loading weights"):
-        unforgotten += reader.tensors[name].data.nbytes
-        if unforgotten > _MOST_MAPPED:
+    counts = dict.fromkeys(empty, 0)  # of numbers that were read
+    layers, rounded_kinds, mapped_bytes = dict[str, kernels.PackedLinear](), Counter[str](), 0
+    matrices = pieces_of_experts(model, parts, reader) if packs else {}
+    for name, tensor_parts in with_bar(parts.items(), "Loading weights"):
+        mapped_bytes += reader.tensors[name].data.nbytes
+        if mapped_bytes > _MOST_MAPPED:
             reader.forget()
-            unforgotten = 0
-        for part in places:
+            mapped_bytes = 0
+        for part in tensor_parts:
             if part.parameter not in empty:
                 raise LoadError(f"{reader.path} has the tensor {name}, and the model has no {part.parameter} for it")
             tensor = reader.tensors[name]
-            stack, pieces = of_experts.get(part.parameter, (None, []))
+            stack, pieces = matrices.get(part.parameter, (None, []))
             if stack and part is pieces[0][0] and (layer := packed_blocks(stack, pieces, rounds)):
-                packed[part.parameter], filled[part.parameter] = layer, stack.parameter.numel()
-            if part.parameter in packed:
+                layers[part.parameter], counts[part.parameter] = layer, stack.parameter.numel()
+            if part.parameter in layers:
                 continue
             if packs and _is_packable(model, part, tensor):
                 kind = tensor.tensor_type.name
                 if kind not in kernels.BLOCKS:
-                    rounded[kind] += 1
+                    rounded_kinds[kind] += 1
                 if kind in kernels.IN_FLOATS or rounds:
-                    packed[part.parameter] = _packed(tensor, part, rounds)
-                    filled[part.parameter] = empty[part.parameter].numel()
+                    layers[part.parameter] = _packed(tensor, part, rounds)
+                    counts[part.parameter] = empty[part.parameter].numel()
                     continue
-            filled[part.parameter] += _put(model, part, tensor, reader.path)
-            if stack and filled[part.parameter] == stack.parameter.numel():
-                packed[part.parameter] = layer = packed_numbers(stack, pieces, rounds)
-                rounded.update([tensor.tensor_type.name] if layer.rounds else ())
+            counts[part.parameter] += _put(model, part, tensor, reader.path)
+            if stack and counts[part.parameter] == stack.parameter.numel():
+                layers[part.parameter] = layer = packed_numbers(stack, pieces, rounds)
+                rounded_kinds.update([tensor.tensor_type.name] if layer.rounds else ())
                 _set(model, part.parameter, torch.empty_like(stack.parameter, device="meta"))
     model.tie_weights()
     for name, parameter in model.named_parameters():
-        if filled[name] == 0 and name.endswith("bias"):
+        if counts[name] == 0 and name.endswith("bias"):
             _set(model, name, torch.zeros_like(parameter, device="cpu"))
-        elif filled[name] != parameter.numel():
+        elif counts[name] != parameter.numel():
             raise LoadError(f"{reader.path} lacks weights of {name}: it is incomplete, make it again")
     reader.forget()
-    for name, layer in packed.items():
-        owner = of_experts[name][0] if name in of_experts else model.get_submodule(name.rpartition(".")[0])
+    for name, layer in layers.items():
+        owner = matrices[name][0] if name in matrices else model.get_submodule(name.rpartition(".")[0])
         bias = getattr(owner, "bias", None)
         layer.bias = None if bias is None else bias.detach().float()
-    put_packed(model, packed)
-    if rounded:
-        kinds = ", ".join(f"{count} of {kind}" for kind, count in rounded.items())
+    put_packed(model, layers)
+    if rounded_kinds:
+        kinds = ", ".join(f"{count} of {kind}" for kind, count in rounded_kinds.items())
         _log.warning("%s: tensors in fewer bits than kernels know take 8 bits each (%s)", reader.path, kinds)
     return model
 
@@ -122,18 +122,17 @@ def sharing(model: Any) -> dict[int, list[str]]:
     return names
 
 
-def put_packed(model: Any, packed: dict[str, kernels.PackedLinear]) -> None:
-    """Puts packed layers, by the names of their weights, in the places of layers, embeddings and parameters of experts
-    without memory."""
+def put_packed(model: Any, layers: dict[str, kernels.PackedLinear]) -> None:
+    """Puts packed layers, by the names of their weights, in the places of weights without memory."""
     names = sharing(model)
     stacks = expert_stacks(model) | router_stacks(model)
-    for name, layer in packed.items():
+    for name, layer in layers.items():
         if stack := stacks.get(name):
             stack.put(layer)
             continue
         first, *tied = (place.rpartition(".")[0] for place in names[id(model.get_parameter(name))])
         replaced(model, first, layer, tied)
-    if packed:
+    if layers:
         without_saving(model)
 
 
