@@ -142,8 +142,8 @@ class Answer:
         kind += ".chunk" if self.is_chat and not whole else ""
         return {"id": f"{prefix}-{self._id}", "object": kind, "created": self._created, "model": self._model}
 
-    def _choice(self, index: int, deltas: Sequence[TextDelta], chat: str, more: Mapping[str, Any]) -> dict[str, Any]:
-        """A choice of these deltas; in a chat the field `chat` has the text, and `more`."""
+    def _choice(self, index: int, deltas: Sequence[TextDelta], chat: str, extra: Mapping[str, Any]) -> dict[str, Any]:
+        """A choice of these deltas; in a chat the field `chat` has the text and the `extra` fields."""
         text = "".join(delta.text for delta in deltas)
         finish = next((delta.finish for delta in deltas if delta.finish), None)
         fields: dict[str, Any] = {"content": text} if self.is_chat else {"text": text}
@@ -156,7 +156,7 @@ class Answer:
             calls = whole_calls(calls) if chat == "message" else calls
             fields |= {"content": text or None, **({"tool_calls": calls} if calls else {})}
             finish = "tool_calls" if finish == "stop" and reader.are_whole else finish
-        choice: dict[str, Any] = {"index": index, **({chat: {**more, **fields}} if self.is_chat else fields)}
+        choice: dict[str, Any] = {"index": index, **({chat: {**extra, **fields}} if self.is_chat else fields)}
         choice["logprobs"] = self._logprobs(index, [score for delta in deltas for score in delta.scores])
         choice["finish_reason"] = finish
         if self.request.return_drafted:
@@ -165,7 +165,7 @@ class Answer:
         return choice
 
     def _thought(self, index: int, delta: TextDelta) -> tuple[str, str]:
-        """The thoughts and the rest of a delta, whose tokens count as thoughts where it begins among these."""
+        """The thoughts and the rest of a delta; its tokens count as thoughts if it begins with thoughts."""
         reader = self._thoughts[index]
         thought = reader.thinks
         parts = reader.read(delta.text, last=delta.finish is not None)

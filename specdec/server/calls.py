@@ -64,8 +64,8 @@ class _Pattern:
 
     def after(self, text: str, place: int, *, last: bool) -> tuple[re.Match[str] | None, int | None]:
         """The next call after arguments that end at `place`, and where the text goes on; None while either may come."""
-        if following := self._next.match(text, place):
-            return following, following.end()
+        if head := self._next.match(text, place):
+            return head, head.end()
         if end := self._end.match(text, place):
             return None, end.end()
         rest = _squeezed(text[place:])
@@ -83,8 +83,8 @@ class CallReader:
 
     def __init__(self, forms: Sequence[CallForm], tools: Sequence[Tool], *, must: bool, most: int) -> None:
         by_name = {tool.function.name: tool for tool in tools}
-        sure = [_Pattern(form, by_name, loose=False) for form in forms if form.mark or must]
-        self._patterns = [*sure, *(_Pattern(form, by_name, loose=True) for form in LOOSE_FORMS)]
+        marked = [_Pattern(form, by_name, loose=False) for form in forms if form.mark or must]
+        self._patterns = [*marked, *(_Pattern(form, by_name, loose=True) for form in LOOSE_FORMS)]
         starts = "".join(start for pattern in self._patterns for start in pattern.starts)
         self._starts = re.compile(f"[{re.escape(starts)}]")
         self._must, self._most, self._text, self._at, self._last = must, most, "", 0, False
@@ -107,10 +107,10 @@ class CallReader:
                     return
                 yield
             pattern, match = head
-            following: re.Match[str] | None = match
-            while following is not None and self._calls < self._most:
-                yield from self._call(pattern, following)
-                following = yield from self._after(pattern)
+            next_head: re.Match[str] | None = match
+            while next_head is not None and self._calls < self._most:
+                yield from self._call(pattern, next_head)
+                next_head = yield from self._after(pattern)
 
     def _head(self) -> tuple[_Pattern, re.Match[str]] | None:
         """The head of the next call; says the text before it, or as much as surely precedes a call."""
@@ -121,21 +121,21 @@ class CallReader:
             self._emit(match.start(), before_call=True)
             is_call = self._last or not pattern.loose or _object_end(text, match.end()) is not None
             return (pattern, match) if is_call else None
-        begun = next(
-            (start.start() for start in self._starts.finditer(text, self._at) if self._begun(start.start())), None
+        begin = next(
+            (start.start() for start in self._starts.finditer(text, self._at) if self._candidates(start.start())), None
         )
-        if begun is None or (self._last and not self._is_call(begun)):
+        if begin is None or (self._last and not self._is_call(begin)):
             self._emit(len(text), before_call=not self._last or self._calls > 0)
         else:
-            self._emit(begun, before_call=True)
+            self._emit(begin, before_call=True)
         return None
 
-    def _begun(self, place: int) -> list[_Pattern]:
+    def _candidates(self, place: int) -> list[_Pattern]:
         return [pattern for pattern in self._patterns if pattern.begins(self._text, place)]
 
     def _is_call(self, place: int) -> bool:
         """Whether what begins like a call at `place` is nothing else."""
-        has_mark = any(pattern.form.mark in self._text[place:] for pattern in self._begun(place))
+        has_mark = any(pattern.form.mark in self._text[place:] for pattern in self._candidates(place))
         follows_call = self._calls > 0 and not self._text[self._end : place].strip()
         return self._must or has_mark or follows_call
 
@@ -170,10 +170,10 @@ class CallReader:
     def _after(self, pattern: _Pattern) -> Generator[None, None, re.Match[str] | None]:
         """Reads what ends a call; returns the head of one that follows in its list."""
         while True:
-            following, end = pattern.after(self._text, self._at, last=self._last)
+            head, end = pattern.after(self._text, self._at, last=self._last)
             if end is not None:
                 self._at = self._end = end
-                return following
+                return head
             yield
 
 

@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse
 from specdec.errors import CancelledError, OptionError, closest_name
 
 LOG = logging.getLogger(__name__)
-LEFT = "cancelled"
+CLIENT_LEFT = "cancelled"
 """The code of requests whose client has left."""
 _KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 _METHOD = "this path does not take this method: /openapi.json lists those it takes"
@@ -66,7 +66,7 @@ def unavailable(message: str) -> ApiError:
 
 def no_path(path: str, paths: Iterable[str]) -> ApiError:
     """A 404: none of the `paths` is this one; names the path that serves the same, or the nearest."""
-    near = _OLLAMA.get(path) or closest_name(path[:_LONGEST], paths)
+    near = _OLLAMA.get(path) or closest_name(path[:_LONGEST_PATH], paths)
     hint = f" (did you mean {near}?)" if near else ""
     return ApiError(404, f"this path does not exist{hint}: /openapi.json lists all paths")
 
@@ -159,9 +159,9 @@ _FAULTS = {
     "json_invalid": "is not JSON: {error}, at character {place}",
     "value_error": "must be a file, as `curl -F file=@talk.wav` sends it",  # FastAPI's: ours are FieldErrors
 }
-_LONGEST = 128  # characters of a path, of a body's field or of the server
-_SHOWN = 40  # characters of a value
-_WEIGHED = 100  # faults that are compared, of as many as the body has values
+_LONGEST_PATH = 128  # characters of a path, of a body's field or of the server
+_MOST_CHARACTERS = 40  # characters of a value
+_MOST_FAULTS = 100  # faults that are compared, of as many as the body has values
 
 
 def invalid(faults: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
@@ -170,7 +170,7 @@ def invalid(faults: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
     A field of a union type has a fault for each member: the deepest path wins, then a wrong `type`, which decides the
     other fields, then a wrong value over a wrong type, then the path with the most faults.
     """
-    faults = faults[:_WEIGHED]
+    faults = faults[:_MOST_FAULTS]
     places = [place_of(fault, body) for fault in faults]
     times = Counter(places)
 
@@ -179,9 +179,9 @@ def invalid(faults: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
         return len(places[at]), is_kind, faults[at]["type"] not in _TYPES, times[places[at]]
 
     best = max(range(len(faults)), key=weight)
-    path = ".".join(map(str, places[best]))[:_LONGEST]
+    path = ".".join(map(str, places[best]))[:_LONGEST_PATH]
     cause = (faults[best].get("ctx") or {}).get("error")
-    if isinstance(cause, FieldError):  # its message is about the value at `path`, or about a field of that
+    if isinstance(cause, FieldError):  # its message is about the value at `path`, or about a field of the value
         message, value = str(cause), faults[best].get("input")
         field = _first_named(message)
         if path and field and isinstance(value, Mapping) and field in value:
@@ -189,15 +189,15 @@ def invalid(faults: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
         elif path:
             message, field = f"`{path}`: {message}", path
         return ApiError(400, message, param=field, code="invalid_value")
-    same = [fault for fault, place in zip(faults, places, strict=True) if place == places[best]]
-    message = predicate(faults[best], same) or "cannot be taken"
+    faults_there = [fault for fault, place in zip(faults, places, strict=True) if place == places[best]]
+    message = predicate(faults[best], faults_there) or "cannot be taken"
     return ApiError(400, f"{f'`{path}`' if path else 'the body'} {message}", param=path or None, code="invalid_value")
 
 
-def predicate(fault: Mapping[str, Any], same: Sequence[Mapping[str, Any]]) -> str | None:
-    """What is wrong with a value, of whose faults, `same`, this is one; None for an unknown kind of fault."""
+def predicate(fault: Mapping[str, Any], faults: Sequence[Mapping[str, Any]]) -> str | None:
+    """What is wrong with a value that has these faults, `fault` among them; None for an unknown kind of fault."""
     if fault["type"] in _TYPES:
-        expected = [_TYPES[member["type"]].format_map(_facts(member)) for member in same if member["type"] in _TYPES]
+        expected = [_TYPES[member["type"]].format_map(_facts(member)) for member in faults if member["type"] in _TYPES]
         return f"must be {' or '.join(dict.fromkeys(expected))}, got {_shown(fault['input'])}"
     template = _FAULTS.get(fault["type"])
     return template and template.format_map(_facts(fault))
@@ -233,5 +233,5 @@ def _shown(value: Any) -> str:
         return "a list" if isinstance(value, list) else "an object"
     if isinstance(value, UploadFile):
         return "a file"
-    text = json.dumps(value[: _SHOWN + 1] if isinstance(value, str) else value)
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
+    text = json.dumps(value[: _MOST_CHARACTERS + 1] if isinstance(value, str) else value)
+    return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]}…"

@@ -23,7 +23,7 @@ from starlette.requests import HTTPConnection, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from specdec.server.errors import LEFT, ApiError, reported, unavailable
+from specdec.server.errors import CLIENT_LEFT, ApiError, reported, unavailable
 from specdec.server.responses import watched
 from specdec.server.settings import host_of
 from specdec.server.state import ERROR, LOG, State, client_of, sender_of, state_of
@@ -125,11 +125,11 @@ def _bounded(request: Request, state: State, most: int) -> Receive:
     declared = request.headers.get("content-length", "0")
     if not declared.isdecimal() or len(declared) > _DIGITS or int(declared) > most:
         raise _too_large(most)
-    began, seen, complete = time.monotonic(), 0, False
+    began, num_bytes, is_complete = time.monotonic(), 0, False
 
     async def receive() -> Message:
-        nonlocal seen, complete
-        if complete:
+        nonlocal num_bytes, is_complete
+        if is_complete:
             return await request.receive()
         message: Message | None = None
         with anyio.move_on_after(max(began + limits.upload_seconds - time.monotonic(), 0)):
@@ -138,10 +138,10 @@ def _bounded(request: Request, state: State, most: int) -> Receive:
             raise ApiError(408, "the body did not arrive in time", code="slow_upload")
         if message["type"] == "http.disconnect":
             raise state.given_up()
-        seen += len(message.get("body", b""))
-        if seen > most:
+        num_bytes += len(message.get("body", b""))
+        if num_bytes > most:
             raise _too_large(most)
-        complete = not message.get("more_body", False)
+        is_complete = not message.get("more_body", False)
         return message
 
     return receive
@@ -198,8 +198,8 @@ class Entrance:
             ends.close()
             path, seconds = getattr(inner.get("route"), "path", "unknown"), time.monotonic() - began
             if status == 200 and not complete:
-                inner.setdefault(ERROR, LEFT)
-            if inner.get(ERROR) == LEFT:
+                inner.setdefault(ERROR, CLIENT_LEFT)
+            if inner.get(ERROR) == CLIENT_LEFT:
                 self._state.metrics.aborted.labels(path).inc()
             # Never its content, and no path but a route's; the error of a stream comes after the status.
             facts = {

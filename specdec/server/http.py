@@ -90,7 +90,7 @@ def server_of(app: FastAPI, settings: ServeSettings) -> uvicorn.Server:
 
 def _allow_files() -> None:
     """Raises the limit of open files to the system's: shells often set a lower one."""
-    with suppress(ImportError, OSError, ValueError):  # no `resource` on Windows; macOS may refuse its own limit
+    with suppress(ImportError, OSError, ValueError):  # no `resource` on Windows; macOS may refuse the limit it names
         import resource
 
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -111,10 +111,10 @@ class _Server(uvicorn.Server):
             return
         await super().startup(sockets)
         for server in self.servers:
-            for bound in server.sockets:
-                with socket.fromfd(bound.fileno(), bound.family, bound.type) as same:
-                    same.listen(_BACKLOG)
-                host, port = bound.getsockname()[:2]
+            for listener in server.sockets:
+                with socket.fromfd(listener.fileno(), listener.family, listener.type) as copy:
+                    copy.listen(_BACKLOG)
+                host, port = listener.getsockname()[:2]
                 LOG.info("listening on http://%s:%s, %s", host, port, ", ".join(map(repr, self._state.hosts)))
 
     async def on_tick(self, counter: int) -> bool:
@@ -125,16 +125,16 @@ class _Server(uvicorn.Server):
 
     def _drop_left(self) -> None:
         """Closes connections whose client has left while reading is paused, which the event loop does not notice."""
-        unread: dict[int, HttpProtocol] = {}
+        connections: dict[int, HttpProtocol] = {}
         for connection in self.server_state.connections:
             if isinstance(connection, HttpProtocol) and connection.flow.read_paused:
-                unread[connection.transport.get_extra_info("socket").fileno()] = connection
-        if unread and hasattr(select, "POLLRDHUP"):  # Linux
+                connections[connection.transport.get_extra_info("socket").fileno()] = connection
+        if connections and hasattr(select, "POLLRDHUP"):  # Linux
             polled = select.poll()
-            for descriptor in unread:
+            for descriptor in connections:
                 polled.register(descriptor, select.POLLRDHUP)
             for descriptor, _ in polled.poll(0):
-                unread[descriptor].transport.abort()
+                connections[descriptor].transport.abort()
 
     async def shutdown(self, sockets: Any = None) -> None:
         """Waits for running requests until the drain ends."""

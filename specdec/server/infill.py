@@ -57,7 +57,7 @@ class Infill:
         return list(ids[1][len(ids[0]) :])
 
     def _ids(self, names: Sequence[str]) -> list[int]:
-        """The ids of those tokens of these names that the tokenizer has."""
+        """The ids of tokens by their names, without tokens that the tokenizer lacks."""
         ids = [self._tokenizer.convert_tokens_to_ids(name) for name in names]
         has = [self._tokenizer.convert_ids_to_tokens(token) if token is not None else None for token in ids]
         return [token for token, name, same in zip(ids, names, has, strict=True) if name == same]

@@ -132,7 +132,7 @@ def _joined(messages: Sequence[Message]) -> list[Message]:
     return joined
 
 
-class _Kept(NamedTuple):
+class _Conversation(NamedTuple):
     messages: list[Message]  # up to the response
     response: dict[str, Any]
     characters: int
@@ -142,7 +142,7 @@ class Conversations:
     """Responses and their conversations, the last of them, each for its client alone."""
 
     def __init__(self) -> None:
-        self._kept = OrderedDict[tuple[str, str], _Kept]()
+        self._conversations = OrderedDict[tuple[str, str], _Conversation]()
 
     def keep(self, client: str, request: ResponsesRequest, response: dict[str, Any], answer: Sequence[Message]) -> None:
         """Keeps a request's conversation and its answer, unless the request says not to."""
@@ -150,28 +150,29 @@ class Conversations:
             return
         messages = [*request.messages[1 if request.instructions else 0 :], *answer]
         characters = sum(message.characters + sum(map(len, message.pictures)) for message in messages)
-        self._kept[client, response["id"]] = _Kept(messages, response, characters + len(str(response)))
-        while len(self._kept) > _MOST or (len(self._kept) > 1 and self._characters > _CHARACTERS):
-            self._kept.popitem(last=False)
+        self._conversations[client, response["id"]] = _Conversation(messages, response, characters + len(str(response)))
+        while len(self._conversations) > _MOST or (len(self._conversations) > 1 and self._characters > _CHARACTERS):
+            self._conversations.popitem(last=False)
 
     def find(self, client: str, id: str | None) -> list[Message]:
         """The messages up to a response; none without an id. Raises a 404 for one that is not kept."""
         if id is None:
             return []
-        if (client, id) not in self._kept:
-            message = f"there is no response {id[:128]!r} here (the last {_MOST} are kept): pass its items in `input`"
-            raise ApiError(404, message, param="previous_response_id", code="previous_response_not_found")
-        return self._kept[client, id].messages
+        if conversation := self._conversations.get((client, id)):
+            return conversation.messages
+        message = f"there is no response {id[:128]!r} here (the last {_MOST} are kept): pass its items in `input`"
+        raise ApiError(404, message, param="previous_response_id", code="previous_response_not_found")
 
     def response(self, client: str, id: str, *, forget: bool = False) -> dict[str, Any]:
         """A response, whose conversation goes with `forget`; raises a 404 for one that is not kept."""
-        if (client, id) not in self._kept:
-            raise ApiError(404, f"there is no response {id[:128]!r} here: the last {_MOST} are kept", code="not_found")
-        return (self._kept.pop((client, id)) if forget else self._kept[client, id]).response
+        find = self._conversations.pop if forget else self._conversations.get
+        if conversation := find((client, id), None):
+            return conversation.response
+        raise ApiError(404, f"there is no response {id[:128]!r} here: the last {_MOST} are kept", code="not_found")
 
     @property
     def _characters(self) -> int:
-        return sum(kept.characters for kept in self._kept.values())
+        return sum(conversation.characters for conversation in self._conversations.values())
 
 
 class ResponseAnswer(Answer):

@@ -240,11 +240,10 @@ class Message(Sent):
     def plain(self) -> dict[str, Any]:
         """The message as chat templates take it."""
         content = [part.plain for part in self._parts] if self.pictures else self.text
-        plain = {"role": "system" if self.role == "developer" else self.role, "content": content}
+        role = "system" if self.role == "developer" else self.role
         calls = [call.plain for call in self.tool_calls or ()] or None
-        plain |= without_nulls({"tool_call_id": self.tool_call_id, "tool_calls": calls})
-        plain |= without_nulls({"reasoning_content": self.reasoning_content})
-        return plain if self.name is None else {**plain, "name": self.name}
+        plain = {"role": role, "content": content, "tool_call_id": self.tool_call_id, "tool_calls": calls}
+        return without_nulls({**plain, "reasoning_content": self.reasoning_content, "name": self.name})  # type: ignore[no-any-return]
 
 
 def check_results(messages: list[Message]) -> list[Message]:

@@ -52,8 +52,8 @@ class Host:
         engine = self.model.generator.engine
         rows = [*engine.running, *engine.scheduler.prefilling]
         tokens = sum(row.length for row in rows)
-        budget, each = engine.memory, engine.model.kv_bytes
-        free = max(budget.limit // each - tokens, 0) if budget is not None and each else None
+        budget, token_bytes = engine.memory, engine.model.kv_bytes
+        free = max(budget.limit // token_bytes - tokens, 0) if budget is not None and token_bytes else None
         requests = {"running": self.turns.running, "waiting": self.turns.waiting}
         return {**requests, "kv_tokens_held": tokens, "kv_tokens_free": free}
 
@@ -107,8 +107,9 @@ def load_served(settings: ModelSettings, limits: Limits, share: float = 0.5) -> 
 
 
 def _is_speech(settings: ModelSettings, target: str) -> bool:
-    """What the settings say, or the checkpoint's config; not of one that cannot be read, whose error loading will
-    raise. Raises LoadError where the hub cannot be reached.
+    """Whether the settings say so, or the checkpoint's config; loading raises the error of one that cannot be read.
+
+    Raises LoadError where the hub cannot be reached.
     """
     if settings.task != "auto":
         return settings.task == "speech"

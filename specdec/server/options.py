@@ -20,7 +20,7 @@ from specdec.server.settings import Limits
 
 _LAST = 64  # tokens of an answer, more than a pass brings
 # Fields that are options of the same name; one that is not sent is the checkpoint's.
-_SAME = (
+_SAME_NAMES = (
     *("frequency_penalty", "presence_penalty", "repetition_penalty", "no_repeat_ngram_size", "min_p", "typical_p"),
     *("sampling", "num_samples", "ranking", "penalty_alpha", "num_beams", "num_beam_groups", "diversity_penalty"),
     *("length_penalty", "early_stopping"),
@@ -63,7 +63,7 @@ def call_options(
     """The options of a call, without lengths and structured output; `drawing`: of `EVERYTHING`, what the model leaves
     open; `num_beams`: the model's own. Several greedy answers are one, as they are the same.
     """
-    options = request.model_dump(include={*_SAME}, exclude_unset=True, exclude_none=True)
+    options = request.model_dump(include={*_SAME_NAMES}, exclude_unset=True, exclude_none=True)
     beams = request.num_beams if "num_beams" in request.model_fields_set else num_beams
     searches = beams > 1 or request.penalty_alpha
     draws = not searches or bool(request.temperature)
@@ -138,7 +138,7 @@ def scoring(generator: SpecGenerator, ids: Sequence[int], top: int, salt: str | 
     The prompt is decoded again, with all other tokens masked out, and is the draft too: a pass scores many tokens.
     """
 
-    def only(text: Tensor, logits: Tensor) -> Tensor:
+    def forced_token(text: Tensor, logits: Tensor) -> Tensor:
         masked = torch.full_like(logits, -torch.inf)
         masked[:, ids[text.shape[1]]] = 0.0
         return masked
@@ -148,7 +148,7 @@ def scoring(generator: SpecGenerator, ids: Sequence[int], top: int, salt: str | 
         max_new_tokens=len(ids) - 1,
         do_sample=False,
         eos_token_id=[],
-        logits_processor=[only],
+        logits_processor=[forced_token],
         assistant_model="suffix",
         prediction=list(ids),
         schedule="constant",

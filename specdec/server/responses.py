@@ -13,7 +13,7 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from specdec.server.answers import event
-from specdec.server.errors import LEFT, ApiError, reported
+from specdec.server.errors import CLIENT_LEFT, ApiError, reported
 from specdec.server.state import ERROR, LOST, state_of
 
 PING = 15.0
@@ -71,7 +71,7 @@ class EventStream(StreamingResponse):
         except Exception as failure:
             error = reported(failure)
             scope[ERROR] = error.code
-        if error is None or error.code != LEFT:
+        if error is None or error.code != CLIENT_LEFT:
             with suppress(OSError):
                 await self._send(send, b"" if error is None else event(error.body), last=True)
 

@@ -67,7 +67,7 @@ class ModelSettings(_Frozen):
     `loading`: fields of `Loading`. `options`: defaults of calls, without sampling, length and number of answers, which
     requests set. `context`: the most tokens of prompt and answer, by default the model's own. `kv_budget`,
     `prefix_cache`: as in `SpecGenerator`; the models share half of the free memory by default. `memory`: likewise, and
-    by default on; each client has its own.
+    by default on; clients share none.
     """
 
     name: Annotated[str, Field(pattern=r"^[\w.:/@-]{1,128}$")]

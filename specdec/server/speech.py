@@ -39,7 +39,7 @@ class SpeechModel:
         yield transcription
 
     def live(self, prompt: str | None, options: dict[str, Any], cancel: Cancel) -> Live[Transcription]:
-        """A recording that is still made; arguments and errors are those of `transcribe`."""
+        """A recording that is still made; arguments and errors as in `transcribe`."""
         return self.transcriber.live(**self._options(prompt, options, cancel))
 
     def _options(self, prompt: str | None, options: dict[str, Any], cancel: Cancel) -> dict[str, Any]:

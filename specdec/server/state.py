@@ -13,7 +13,7 @@ from starlette.requests import HTTPConnection, Request
 
 from specdec.errors import closest_name
 from specdec.server.admission import Admission, Clients
-from specdec.server.errors import LEFT, ApiError, unavailable
+from specdec.server.errors import CLIENT_LEFT, ApiError, unavailable
 from specdec.server.items import Conversations
 from specdec.server.keys import Keys
 from specdec.server.metrics import Metrics
@@ -44,8 +44,8 @@ class State:
         self.hosts = {model.name: Host(model, settings.limits) for model in models}
         self.keys = None if settings.api_key_file is None else Keys(settings.api_key_file)
         self.clients = Clients(settings.limits.per_key)
-        heard = sum(host.turns.free for host in self.hosts.values() if host.model.task == "speech")
-        self.uploads = Admission(heard + _UPLOADS_AHEAD, settings.limits.waiting)
+        recordings = sum(host.turns.free for host in self.hosts.values() if host.model.task == "speech")
+        self.uploads = Admission(recordings + _UPLOADS_AHEAD, settings.limits.waiting)
         self.conversations = Conversations()
         self.draining = self.stopping = False
         self.cut = 0  # requests that the server gave up when it stopped
@@ -58,11 +58,11 @@ class State:
     def host(self, name: str | None, kind: type[M]) -> tuple[Host, M]:
         """The model of this name (None: the first of its kind); raises a 404, or a 400 for a model of another kind."""
         task = kind.task
-        fitting = [host for host in self.hosts.values() if isinstance(host.model, kind)]
-        match = next(iter(fitting), None) if name is None else self.hosts.get(name)
+        candidates = [host for host in self.hosts.values() if isinstance(host.model, kind)]
+        match = next(iter(candidates), None) if name is None else self.hosts.get(name)
         if match is None:
-            names = ", ".join(repr(host.model.name) for host in fitting)
-            available = f"models for {task} are {names}" if fitting else f"no model of this server is for {task}"
+            names = ", ".join(repr(host.model.name) for host in candidates)
+            available = f"models for {task} are {names}" if candidates else f"no model of this server is for {task}"
             message = available if name is None else f"{unknown_model(name, self.hosts)}; {available}"
             raise ApiError(404, message, param="model", code="model_not_found")
         if not isinstance(match.model, kind):
@@ -92,7 +92,7 @@ class State:
         """The error of a request whose task was cancelled."""
         if self.stopping:
             return unavailable("the server is shutting down")
-        return ApiError(499, "the client has left", code=LEFT)
+        return ApiError(499, "the client has left", code=CLIENT_LEFT)
 
 
 def state_of(request: Request) -> State:
@@ -109,7 +109,7 @@ def client_of(request: HTTPConnection) -> str:
 def sender_of(request: HTTPConnection) -> str:
     """The client's address, which trusted proxies name for their clients; empty without any.
 
-    Of an IPv6 address the /64, which one host or home owns.
+    An IPv6 address stands for its /64, which one host or home owns.
     """
     text = "" if request.client is None else request.client.host
     address = address_of(text)

@@ -344,7 +344,7 @@ class _Row:
         self._pending: list[tuple[Step, bool]] = []  # and whether the draft proposed it
 
     def deltas(self, delta: Delta) -> Iterator[TextDelta]:
-        """The deltas of a round: its tokens, or with `chunk` as many groups of that size as are pending.
+        """The deltas of a round: its tokens, or with `chunk` the whole groups of that many tokens that are pending.
 
         The last round's rest follows, in whatever size.
         """
@@ -361,9 +361,10 @@ class _Row:
             ids = [step.token for step, _ in run]
             spans.append((self._text.push(ids, last=finish is not None and place == len(runs)), drafted))
         scores = [self._scorer.score_of(step) for step, _ in group] if self._top is not None else []
-        text, shown = "".join(text for text, _ in spans), [span for span in spans if span[0]] if self._drafted else []
+        text = "".join(text for text, _ in spans)
+        spans = [span for span in spans if span[0]] if self._drafted else []
         reason = None if finish is None else "length" if finish in ("length", "time") else "stop"  # OpenAI's words
-        return TextDelta(self._row, text, len(group), reason, shown, scores, self._text.stop)
+        return TextDelta(self._row, text, len(group), reason, spans, scores, self._text.stop)
 
 
 def _polled(job: Job, notify: Callable[[], object], *, stream: bool = True) -> Generator[list[Delta] | None]:

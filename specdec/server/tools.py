@@ -193,19 +193,19 @@ class _Rules:
         """The rule of a call that begins with `head`."""
         if form.pairs is None:
             return f"{self.quoted(head)} {_json(tool.parameters)} {self.quoted(form.tail)}"
-        pairs, needed = [], tool.parameters.get("required", ())
-        shared = {name: value for name, value in tool.parameters.items() if name in ("$defs", "definitions")}
+        pairs, required = [], tool.parameters.get("required", ())
+        defs = {name: value for name, value in tool.parameters.items() if name in ("$defs", "definitions")}
         for number, (key, schema) in enumerate(tool.parameters.get("properties", {}).items()):
             name = f"pair_{place}_{number}"
-            self.add(name, self._pair(form.pairs, name, key, schema, shared))
-            pairs.append(name + ("" if key in needed else "?"))
+            self.add(name, self._pair(form.pairs, name, key, schema, defs))
+            pairs.append(name + ("" if key in required else "?"))
         return f"{self.quoted(head)} {' '.join(pairs)} {self.quoted(form.tail)}"
 
-    def _pair(self, pairs: tuple[str, str, str], name: str, key: str, schema: Any, shared: Mapping[str, Any]) -> str:
+    def _pair(self, pairs: tuple[str, str, str], name: str, key: str, schema: Any, defs: Mapping[str, Any]) -> str:
         """The rule of a name with its value, which is bare for a text and JSON for anything else."""
         before, end = self.quoted(f"{pairs[0]}{key}{pairs[1]}"), self.quoted(pairs[2])
         if not is_text(schema):
-            return f"{before} {_json({**shared, **schema} if isinstance(schema, dict) else shared)} {end}"
+            return f"{before} {_json({**defs, **schema} if isinstance(schema, dict) else defs)} {end}"
         if "enum" in schema:
             return f"{before} ({' | '.join(map(self.quoted, schema['enum']))}) {end}"
         if end.startswith("<["):

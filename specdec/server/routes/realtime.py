@@ -254,7 +254,7 @@ class _Session:
         await self._send("input_audio_buffer.cleared")
 
     def _drop(self, item: _Item | None) -> None:
-        self._items = [one for one in self._items if one is not item]
+        self._items = [other for other in self._items if other is not item]
         self._current = None if item is self._current else self._current
 
     async def _work(self) -> None:
