@@ -21,14 +21,7 @@ from transformers.activations import ACT2FN
 from specdec import kernels
 from specdec.kernels import LAYER_TENSORS, PackedLinear, part
 from specdec.models.backends.fused_linear import join_layers
-from specdec.models.backends.ragged_model import (
-    THREAD_PASS,
-    AttentionOptions,
-    RaggedModel,
-    Sigmoid,
-    Tanh,
-    thread_values,
-)
+from specdec.models.backends.ragged_model import THREAD_PASS, RaggedModel, Sigmoid, Tanh, thread_values
 from specdec.models.hf.derived import shallow_copy
 from specdec.models.hf.model_state import runs_other_code
 from specdec.models.hf.private_api import CACHE
@@ -218,7 +211,7 @@ def fused(model: RaggedModel, copies: Sequence[nn.Module], run: Callable[[], obj
     config = model.model.config.get_text_config(decoder=True)
     if config.model_type not in _TYPES or getattr(config, "clip_qkv", None):
         return model
-    notes = dict[nn.Module, AttentionOptions]()
+    notes = dict[nn.Module, Any]()
     with thread_values(notes=notes):
         trial = _Trial(model.model, [model.model, *copies], notes)
         try:

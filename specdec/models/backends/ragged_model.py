@@ -133,7 +133,9 @@ class RaggedModel(nn.Module):
         has_experts = any(hasattr(module, "_apply_gate") for module in self.model.modules())
         self._even = language.is_strict and has_experts
         if language.is_strict:
-            make_order_free(self.model)
+            for name, module in list(self.model.named_modules(remove_duplicate=False)):
+                if type(module) in _ORDER_FREE:
+                    self.model.set_submodule(name, _ORDER_FREE[type(module)])
         capability, self.dtype, self.device = language.capability, language.dtype, language.device
         self.kinds = [kind.name for kind in capability.kinds] if capability.masks == "dict" else []
         self.has_encoder, self.reads_embeds = language.is_encoder_decoder, capability.inputs == "embeds"
@@ -228,10 +230,3 @@ _ORDER_FREE = {
     type(ACT2FN["quick_gelu"]): Sigmoid(1.702),
     type(ACT2FN["gelu_pytorch_tanh"]): Tanh(),
 }
-
-
-def make_order_free(model: nn.Module) -> None:
-    """Replaces torch's activations."""
-    for name, module in list(model.named_modules(remove_duplicate=False)):
-        if type(module) in _ORDER_FREE:
-            model.set_submodule(name, _ORDER_FREE[type(module)])
