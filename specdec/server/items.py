@@ -151,8 +151,9 @@ class Conversations:
         messages = [*request.messages[1 if request.instructions else 0 :], *answer]
         characters = sum(message.characters + sum(map(len, message.pictures)) for message in messages)
         self._conversations[client, response["id"]] = _Conversation(messages, response, characters + len(str(response)))
-        while len(self._conversations) > _MOST or (len(self._conversations) > 1 and self._characters > _CHARACTERS):
-            self._conversations.popitem(last=False)
+        texts = self._conversations
+        while len(texts) > _MOST or (len(texts) > 1 and sum(text.characters for text in texts.values()) > _CHARACTERS):
+            texts.popitem(last=False)
 
     def find(self, client: str, id: str | None) -> list[Message]:
         """The messages up to a response; none without an id. Raises a 404 for one that is not kept."""
@@ -169,10 +170,6 @@ class Conversations:
         if conversation := find((client, id), None):
             return conversation.response
         raise ApiError(404, f"there is no response {id[:128]!r} here: the last {_MOST} are kept", code="not_found")
-
-    @property
-    def _characters(self) -> int:
-        return sum(conversation.characters for conversation in self._conversations.values())
 
 
 class ResponseAnswer(Answer):

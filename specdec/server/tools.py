@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -99,15 +99,12 @@ _FORMS = {
 }  # fmt: skip
 
 
-def _loose() -> Iterator[CallForm]:
-    for begin, end in (("```json\n", "\n```"), ("```\n", "\n```"), ("<tools>\n", "\n</tools>"), ("", "")):
-        for key in ("arguments", "parameters"):
-            head = f'{{"name": "{NAME}", "{key}": '
-            yield CallForm('"name"', head, "}" + end, begin)
-            yield CallForm('"name"', head, "}", begin + "[", ", ", "]" + end)
-
-
-LOOSE_FORMS = [*_loose()]
+LOOSE_FORMS = [
+    CallForm('"name"', f'{{"name": "{NAME}", "{key}": ', *rest)
+    for begin, end in (("```json\n", "\n```"), ("```\n", "\n```"), ("<tools>\n", "\n</tools>"), ("", ""))
+    for key in ("arguments", "parameters")
+    for rest in (("}" + end, begin), ("}", begin + "[", ", ", "]" + end))
+]
 """Calls that models write beside the form of their template, each at the beginning of a line."""
 _UNREAD = {  # -> who writes calls like this
     "[CALL_ID]": "Mistral Small 3.2",
