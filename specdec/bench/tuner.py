@@ -49,9 +49,7 @@ def describe(values, digits=2):
 
 @dataclass(frozen=True)
 class TimedAnswer:
-    """One answer to a `kind` of prompt; `ms` per token after the first, None where there are none; `first_token` in
-    seconds.
-    """
+    """An answer to a `kind` of prompt; `ms` per token after the first, None where none is; `first_token` in seconds."""
 
     ms: float | None
     first_token: float
@@ -90,10 +88,8 @@ class Trial:
     @property
     def speedups(self) -> dict[str, float]:
         """`speedup` by kind of prompt."""
-        prompts: dict[str, list[int]] = {}
-        for at, answer in self.answers.items():
-            prompts.setdefault(answer.kind, []).append(at)
-        return {kind: _cut(self, numbers).speedup for kind, numbers in prompts.items()}
+        kinds = {at: answer.kind for at, answer in self.answers.items()}
+        return {kind: _cut(self, [at for at in kinds if kinds[at] == kind]).speedup for kind in kinds.values()}
 
     @property
     def pays(self) -> bool:

@@ -104,7 +104,8 @@ def read_costs(path: Path | None, odds: Odds | None) -> Cost | None:
         return None
     seconds = learned.seconds
     most = seconds.plain.at(1) if seconds.plain.weight else math.inf
-    drafts = {source: _faded(line) for source, line in seconds.drafts.items() if _is_likely(line, most)}
+    # A draft's pass that took longer than a plain round was measured while the machine was busy.
+    drafts = {at: _faded(line) for at, line in seconds.drafts.items() if not line.weight or line.at(1) <= most}
     seconds = seconds._replace(passes=_faded(seconds.passes), plain=_faded(seconds.plain), drafts=drafts)
     return Cost(acceptance=learned.acceptance, seconds=seconds)
 
@@ -122,11 +123,6 @@ def _is_sound(value: Any) -> bool:
     if isinstance(value, dict | list):
         return all(map(_is_sound, value.values() if isinstance(value, dict) else value))
     return value is None or (isinstance(value, int | float) and 0 <= value < math.inf)
-
-
-def _is_likely(line: LinearFit, most: float) -> bool:
-    """Whether a draft's pass takes at most these seconds, a plain round's: otherwise the machine was busy meanwhile."""
-    return not line.weight or line.at(1) <= most
 
 
 def _faded(line: LinearFit) -> LinearFit:

@@ -82,7 +82,9 @@ def special_ids(reader: GgufReader) -> SpecialIds:
     numbers = (eos, token_id("eot_token_id"), token_id("eom_token_id"), *middle_ends)
     ends |= {number for number in numbers if number is not None}
     turn_goes_on = _part_end(ends, by_text)
-    words = {turn_goes_on} | _plain_end(by_text)
+    words = {turn_goes_on}
+    if "</s>" in by_text and by_text.keys() & {"<|tool_response>", "<|plamo:eos|>"}:  # Gemma 4 and PLaMo: a word
+        words.add(by_text["</s>"])
     ordered = sorted(ends - words, key=lambda number: (number != eos, number))
     return SpecialIds(bos, eos, unknown, pad, tuple(ordered), tuple(sorted(control - words)), turn_goes_on)
 
@@ -97,8 +99,3 @@ def _part_end(ends: set[int], by_text: Mapping[str, int]) -> int | None:
     calls = bool(end_texts & {"<|call|>", "<|calls|>"})
     parts = calls and bool(end_texts & {"<|return|>", "<|flush|>"})
     return by_text["<|end|>"] if parts and "<|end|>" in end_texts else None
-
-
-def _plain_end(by_text: Mapping[str, int]) -> set[int]:
-    """</s> of Gemma 4 and PLaMo, where it is a word like others."""
-    return {by_text["</s>"]} if "</s>" in by_text and by_text.keys() & {"<|tool_response>", "<|plamo:eos|>"} else set()
