@@ -97,7 +97,7 @@ def why_not_packed(model: Any) -> str | None:
 def packable_layers(model: Any) -> dict[str, Any]:
     """Layers that can be packed, by name, and matrices of experts, each as a layer.
 
-    Of encoders, those that read ids are packed, since `_logits` can run them, and Whisper's.
+    Encoders that read ids are packed, since `_logits` can run them, and Whisper's encoder.
     """
     encoder = model.get_encoder() if model.config.is_encoder_decoder else None
     packs_all = encoder is None or type(encoder) is WhisperEncoder or reads_ids_alone(model)
@@ -187,7 +187,7 @@ def replaced(model: Any, name: str, packed: kernels.PackedLinear, tied: Sequence
     if isinstance(layer, Stack):
         return layer.put(packed)
     dtype, flipped = layer.weight.dtype, isinstance(layer, Conv1D)
-    places = {name: layer, **{other: model.get_submodule(other) for other in tied}}
+    places = {name: layer, **{embedding: model.get_submodule(embedding) for embedding in tied}}
     for place, module in places.items():
         module.weight = None
         scale = getattr(module, "embed_scale", None)
@@ -219,9 +219,9 @@ def tied_embeddings(model: Any) -> dict[str, list[str]]:
             continue
         sharing = users[id(layer.weight)]
         names = [name for name, module in sharing.items() if module is layer]
-        others = {name: module for name, module in sharing.items() if module is not layer}
-        if others and all(type(m) is nn.Embedding or hasattr(m, "embed_scale") for m in others.values()):
-            embeddings |= {key: list(others) for key in names}
+        tied = {name: module for name, module in sharing.items() if module is not layer}
+        if tied and all(type(m) is nn.Embedding or hasattr(m, "embed_scale") for m in tied.values()):
+            embeddings |= {key: list(tied) for key in names}
     return embeddings
 
 
@@ -247,12 +247,12 @@ def changed(model: Any, change: Callable[[], Callable[[], None]]) -> Callable[[]
 
 
 def likeness(logits: Tensor, expected: Tensor) -> float:
-    """The cosine of all logits of a pass and the expected ones."""
+    """The cosine of all logits of a pass and the expected logits."""
     return float(torch.cosine_similarity(logits.flatten().float(), expected.flatten().float(), dim=0))
 
 
 def alike(logits: Tensor, expected: Tensor, model: nn.Module) -> bool:
-    """Whether logits of a model are equal but for roundings: of half precision, and of rows in 8 bits."""
+    """Whether logits of a model are equal but for the roundings of half precision and of rows in 8 bits."""
     rounds = any(isinstance(module, kernels.PackedLinear) and module.rounds for module in model.modules())
     is_exact = expected.dtype in (torch.float32, torch.float64) and not rounds
     least = _EQUAL if is_exact else _EQUAL_IN_HALF

@@ -110,7 +110,7 @@ class RaggedForward:
         return self._language.model.embedding.table if self.model.reads_embeds else None
 
     def _state_nodes(self, count: int, layers: bool | Sequence[int]) -> list[Tensor]:
-        """The nodes of which each hidden state is returned: all `count` for `layers`, none for other layers."""
+        """The nodes whose hidden states are returned, by layer: all `count` for `layers`, none for other layers."""
         if not layers:
             return [self._no_nodes] * self.model.states
         all_nodes, states = torch.arange(count, device=self._no_nodes.device), range(self.model.states)

@@ -1,4 +1,4 @@
-"""The new nodes of one ragged pass: their ids, positions, and the columns that each of them sees.
+"""The new nodes of one ragged pass: their ids, positions, and the columns that each node sees.
 
 A node sees a range of its row's columns, and single columns after it. An int32 table `[1, 1, nodes, 4 + words]` lists,
 as `specdec.kernels.attend` takes it: the row of the buffers, the node's own column, the first column of the range and
@@ -141,7 +141,7 @@ class _Placed:
 def _cross(sizes: Sequence[int], encoders: Sequence[list[int]]) -> Tensor:
     """What every node sees of its row's encoder: `[1, 1, nodes, 4 + words]`."""
     width = max(map(len, encoders))
-    lines = torch.tensor([seen + [0] * (width - len(seen)) for seen in encoders], dtype=torch.int32)
+    lines = torch.tensor([columns + [0] * (width - len(columns)) for columns in encoders], dtype=torch.int32)
     return lines.repeat_interleave(torch.tensor(sizes), dim=0)[None, None]
 
 

@@ -111,30 +111,30 @@ class _Tape:
         """What runs passes of any sizes, if the `other` one differs in its sizes alone."""
         tapes = self, other
         flows = [([call[0] for call in tape.calls], tape.operands, tape.results, tape.outputs) for tape in tapes]
-        same = flows[0] == flows[1] and len(self.weights) == len(other.weights)
-        pairs = zip(self.weights, other.weights, strict=same)
-        if not same or not all(one is two or torch.equal(one, two) for one, two in pairs):
+        is_same = flows[0] == flows[1] and len(self.weights) == len(other.weights)
+        pairs = zip(self.weights, other.weights, strict=is_same)
+        if not is_same or not all(a is b or torch.equal(a, b) for a, b in pairs):
             raise _Unrecordable("its operators depend on the number of tokens")
         passes = kernels.passes(len(self.inputs), self.size_places, self.weights)
-        for (func, mine, _), (_, theirs, _), operands, results in zip(
+        for (func, arguments, _), (_, other_arguments, _), operands, results in zip(
             self.calls, other.calls, self.operands, self.results, strict=True
         ):
             sizes = [
-                [*place, *self._factor(one, two, other.sizes)]
-                for (place, one), (_, two) in zip(_flat(mine), _flat(theirs), strict=True)
-                if not isinstance(one, Tensor | torch.ScriptObject) and one != two
+                [*place, *self._factor(a, b, other.sizes)]
+                for (place, a), (_, b) in zip(_flat(arguments), _flat(other_arguments), strict=True)
+                if not isinstance(a, Tensor | torch.ScriptObject) and a != b
             ]
-            values, constants = [[*place, number] for place, number in operands.items()], tuple(map(_constant, mine))
+            values, constants = [[*place, at] for place, at in operands.items()], tuple(map(_constant, arguments))
             passes.add(func._schema.name, func._schema.overload_name, constants, values, sizes, results)
         passes.end(self.outputs)
         return passes
 
-    def _factor(self, mine: Any, theirs: Any, sizes: Sequence[int]) -> tuple[int, int]:
-        """The number of the size that both numbers are a multiple of, which its ratio tells, and the factor."""
+    def _factor(self, number: Any, other_number: Any, sizes: Sequence[int]) -> tuple[int, int]:
+        """The size that both numbers are the same multiple of, by its place, and the factor."""
         for place, (size, other) in enumerate(zip(self.sizes, sizes, strict=True)):
-            if mine % size == 0 and mine // size * other == theirs:
-                return place, mine // size
-        raise _Unrecordable(f"the numbers {mine} and {theirs} follow no size")
+            if number % size == 0 and number // size * other == other_number:
+                return place, number // size
+        raise _Unrecordable(f"the numbers {number} and {other_number} follow no size")
 
 
 @torch.no_grad()
@@ -159,8 +159,8 @@ def draft_chain(
 ) -> Chained:
     """Drafts chains: the first pass has inputs `first`; `embeddings` is a head's `PackedLinear.table`."""
     encoders = [table[:, :, first.last[first.logit_nodes]] for table in first.encoders]
-    others = [side for pair in (*first.buffers, *first.frames) for side in pair]
-    arguments = first.tensors, steps.positions, steps.tables, encoders, others, list(map(_numbers, rules)), embeddings
+    buffers = [side for pair in (*first.buffers, *first.frames) for side in pair]
+    arguments = first.tensors, steps.positions, steps.tables, encoders, buffers, list(map(_numbers, rules)), embeddings
     tokens, probabilities, scores = passes.draft_chain(*arguments)
     guesses = [list(zip(*chain, strict=True)) for chain in zip(tokens, probabilities, strict=True)]
     rest = iter(scores)

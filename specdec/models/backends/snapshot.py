@@ -32,7 +32,7 @@ _MODULE_LOCKS: WeakKeyDictionary[Any, threading.RLock] = WeakKeyDictionary()
 
 @dataclass(slots=True)
 class _Row:
-    """A row: its text, of which `final` tokens are settled, and the cache that has consumed `num_cached` of them.
+    """A row: its text, whose first `final` tokens are settled, and the cache, which has consumed `num_cached` tokens.
 
     `initial_length` is the length of the text that the row began with.
     """

@@ -33,10 +33,10 @@ def pieces_of_experts(
 
 def packed_blocks(stack: Stack, pieces: Pieces, rounds: bool) -> kernels.PackedLinear | None:
     """The matrices over a file's blocks; None for blocks of several kinds, or of one that is not packed."""
-    kind, *others = _kinds(pieces)
+    kind, *further_kinds = _kinds(pieces)
     sizes = {(len(tensor.data), tensor.shape[0]) for _, tensor in pieces}
     is_whole = sizes == {(stack.count, stack.inputs)} and sum(t.data.shape[1] for _, t in pieces) == stack.rows
-    if others or not is_whole or kind not in (kernels.BLOCKS if rounds else kernels.IN_FLOATS):
+    if further_kinds or not is_whole or kind not in (kernels.BLOCKS if rounds else kernels.IN_FLOATS):
         return None
     raw, row, begin = list[Tensor](), torch.empty(stack.rows, dtype=torch.long), 0
     for part, tensor in pieces:  # for each expert, their rows lie one behind the other

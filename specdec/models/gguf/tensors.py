@@ -18,11 +18,11 @@ from specdec.models.gguf.reader import GgufReader
 class TensorPart:
     """Rows of a tensor and their place in a parameter, which has its name in the model's state dict.
 
-    Rows are the last dimension but one of a matrix, or of a stack of matrices [experts, rows, columns]; of vectors, and
-    of biases [experts, rows], they are the last.
+    Matrices, and stacks of them [experts, rows, columns], have rows in the last dimension but one; vectors, and biases
+    [experts, rows], in the last one.
 
     `rows`: the tensor's rows in the order of the parameter; None: all of them, as they lie.
-    `place`: which of the parameter's rows they are; None: all of them. `flipped`: the parameter has rows and columns
+    `place`: which rows of the parameter they are; None: all rows. `flipped`: the parameter has rows and columns
     exchanged, and `place` counts its columns. `plus`: to be added to each number.
     """
 
