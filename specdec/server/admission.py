@@ -19,7 +19,7 @@ class Admission:
 
     def __init__(self, running: int, waiting: int) -> None:
         self.free, self._running, self._most_waiting = running, running, waiting
-        self._queues: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()  # none of them is empty
+        self._queues: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()  # no queue is empty
 
     @property
     def running(self) -> int:

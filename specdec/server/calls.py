@@ -83,8 +83,8 @@ class CallReader:
 
     def __init__(self, forms: Sequence[CallForm], tools: Sequence[Tool], *, must: bool, most: int) -> None:
         by_name = {tool.function.name: tool for tool in tools}
-        marked = [_Pattern(form, by_name, loose=False) for form in forms if form.mark or must]
-        self._patterns = [*marked, *(_Pattern(form, by_name, loose=True) for form in LOOSE_FORMS)]
+        patterns = [_Pattern(form, by_name, loose=False) for form in forms if form.mark or must]
+        self._patterns = [*patterns, *(_Pattern(form, by_name, loose=True) for form in LOOSE_FORMS)]
         starts = "".join(start for pattern in self._patterns for start in pattern.starts)
         self._starts = re.compile(f"[{re.escape(starts)}]")
         self._must, self._most, self._text, self._at, self._last = must, most, "", 0, False

@@ -17,8 +17,8 @@ class HttpProtocol(H11Protocol):
     A client that pipelines requests gets one answer, then the connection is closed.
     """
 
-    def __init__(self, *args: Any, state: State, **more: Any) -> None:
-        super().__init__(*args, **more)
+    def __init__(self, *args: Any, state: State, **options: Any) -> None:
+        super().__init__(*args, **options)
         self._limits = state.settings.limits
         self.logger = _LOG
         self._lost = asyncio.Event()

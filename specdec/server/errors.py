@@ -77,7 +77,7 @@ def above_limit(message: str, param: str) -> ApiError:
 
 
 # Names of the library -> names in requests.
-_CLIENTS = {
+_FIELD_NAMES = {
     "`num_return_sequences`": "`n`",
     "`max_new_tokens`": "`max_tokens`",
     "`min_new_tokens`": "`min_tokens`",
@@ -118,8 +118,8 @@ def as_api_error(error: BaseException) -> ApiError:
         return unavailable("the server ended this request: try again")
     if isinstance(error, OptionError):
         message = str(error)
-        for ours, theirs in _CLIENTS.items():
-            message = message.replace(ours, theirs)
+        for option, field in _FIELD_NAMES.items():
+            message = message.replace(option, field)
         return ApiError(400, message, param=_first_named(message), code="invalid_value")
     if isinstance(error, MemoryError | torch.OutOfMemoryError) or "out of memory" in str(error).lower():
         return unavailable("out of memory for this request: ask for less, or try again later")
@@ -161,7 +161,7 @@ _FAULTS = {
 }
 _LONGEST_PATH = 128  # characters of a path, of a body's field or of the server
 _MOST_CHARACTERS = 40  # characters of a value
-_MOST_FAULTS = 100  # faults that are compared, of as many as the body has values
+_MOST_FAULTS = 100  # faults that are compared; a body has as many as values
 
 
 def invalid(faults: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
@@ -198,7 +198,7 @@ def predicate(fault: Mapping[str, Any], faults: Sequence[Mapping[str, Any]]) -> 
     """What is wrong with a value that has these faults, `fault` among them; None for an unknown kind of fault."""
     if fault["type"] in _TYPES:
         expected = [_TYPES[member["type"]].format_map(_facts(member)) for member in faults if member["type"] in _TYPES]
-        return f"must be {' or '.join(dict.fromkeys(expected))}, got {_shown(fault['input'])}"
+        return f"must be {' or '.join(dict.fromkeys(expected))}, got {_value_text(fault['input'])}"
     template = _FAULTS.get(fault["type"])
     return template and template.format_map(_facts(fault))
 
@@ -225,10 +225,10 @@ def _facts(fault: Mapping[str, Any]) -> dict[str, Any]:
     }
     unit = "characters" if isinstance(fault["input"], str) else "entries"
     place = fault["loc"][-1] if fault["loc"] else 0
-    return {**facts, **bounds, "unit": unit, "place": place, "input": _shown(fault["input"])}
+    return {**facts, **bounds, "unit": unit, "place": place, "input": _value_text(fault["input"])}
 
 
-def _shown(value: Any) -> str:
+def _value_text(value: Any) -> str:
     if isinstance(value, list | Mapping):
         return "a list" if isinstance(value, list) else "an object"
     if isinstance(value, UploadFile):

@@ -114,8 +114,8 @@ def authorise(request: HTTPConnection, state: State) -> None:
 def _check_media(request: Request, media: str) -> None:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != media:
-        came = f"is {kind[:64]!r}" if kind else "is missing"
-        message = f"the header `Content-Type` {came}: {_WAYS[media]}"
+        state = f"is {kind[:64]!r}" if kind else "is missing"
+        message = f"the header `Content-Type` {state}: {_WAYS[media]}"
         raise ApiError(415, message, param="Content-Type", code="unsupported_media_type")
 
 

@@ -59,5 +59,5 @@ class Infill:
     def _ids(self, names: Sequence[str]) -> list[int]:
         """The ids of tokens by their names, without tokens that the tokenizer lacks."""
         ids = [self._tokenizer.convert_tokens_to_ids(name) for name in names]
-        has = [self._tokenizer.convert_ids_to_tokens(token) if token is not None else None for token in ids]
-        return [token for token, name, same in zip(ids, names, has, strict=True) if name == same]
+        texts = [self._tokenizer.convert_ids_to_tokens(token) if token is not None else None for token in ids]
+        return [token for token, name, text in zip(ids, names, texts, strict=True) if name == text]

@@ -139,7 +139,7 @@ class _Conversation(NamedTuple):
 
 
 class Conversations:
-    """Responses and their conversations, the last of them, each for its client alone."""
+    """The last responses with their conversations; a client finds its responses alone."""
 
     def __init__(self) -> None:
         self._conversations = OrderedDict[tuple[str, str], _Conversation]()

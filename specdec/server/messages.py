@@ -220,7 +220,7 @@ class Message(Sent):
 
     @property
     def characters(self) -> int:
-        """The length of its text, of its thoughts and of the arguments of its calls."""
+        """The length of its text, thoughts and arguments of calls."""
         return (
             len(self.text)
             + len(self.reasoning_content or "")

@@ -14,7 +14,7 @@ from specdec.core.stats import Stats
 from specdec.errors import SpecdecError
 
 COLLECTOR = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
-"""Environment variables, either of which names the collector."""
+"""Environment variables that name the collector."""
 _SILENT = "/health$,/ready$,/metrics$"  # asked every few seconds
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _POSITIONS = 16  # in a draft, counted separately
@@ -33,8 +33,8 @@ class Metrics:
         self.registry = CollectorRegistry()
         counter, timer = partial(self._metric, Counter), partial(self._metric, Histogram, buckets=_SECONDS)
         self.requests = counter("requests", "Answers, by endpoint and status.", "endpoint", "status")
-        left = "Requests whose client left, or whose connection the server closed."
-        self.aborted = counter("requests_aborted", left, "endpoint")
+        text = "Requests whose client left, or whose connection the server closed."
+        self.aborted = counter("requests_aborted", text, "endpoint")
         self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts.", "model")
         self.cached_tokens = counter("prompt_tokens_cached", "Tokens of prompts that the prefix cache had.", "model")
         self.new_tokens = counter("generation_tokens", "New tokens.", "model")
@@ -73,8 +73,8 @@ class Metrics:
             reached = sum(accepted > position for accepted in stats.per_step_accepted)
             self.per_position.labels(model, str(position)).inc(reached)
 
-    def _metric(self, kind: Any, name: str, help: str, *labels: str, **more: Any) -> Any:
-        return kind(f"specdec_{name}", help, labels, registry=self.registry, **more)
+    def _metric(self, kind: Any, name: str, help: str, *labels: str, **options: Any) -> Any:
+        return kind(f"specdec_{name}", help, labels, registry=self.registry, **options)
 
 
 def trace(app: FastAPI) -> None:

@@ -60,8 +60,9 @@ def check_messages(messages: Sequence[Message], limits: Limits) -> None:
 def call_options(
     request: Generate, drawing: Mapping[str, float], draft: Draft | None, *, num_beams: int = 1
 ) -> dict[str, Any]:
-    """The options of a call, without lengths and structured output; `drawing`: of `EVERYTHING`, what the model leaves
-    open; `num_beams`: the model's own. Several greedy answers are one, as they are the same.
+    """The options of a call, without lengths and structured output; several greedy answers are the same, and so one.
+
+    `drawing`: the part of `EVERYTHING` that the model leaves open; `num_beams`: the model's default.
     """
     options = request.model_dump(include={*_SAME_NAMES}, exclude_unset=True, exclude_none=True)
     beams = request.num_beams if "num_beams" in request.model_fields_set else num_beams

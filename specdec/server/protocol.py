@@ -27,7 +27,7 @@ _MOST_CALLS = 16  # one answer has so many at most
 _LONGEST_PHRASE, _LONGEST_GRAMMAR = 256, 65_536
 
 
-def _few(data: Any) -> Any:
+def _cap(data: Any) -> Any:
     """An object's first entries, one more than allowed: each could be a fault."""
     present = without_nulls(data)
     return dict(islice(present.items(), _ENTRIES + 1)) if isinstance(present, dict) else present
@@ -46,10 +46,10 @@ Grammar = Annotated[Text, Field(min_length=1, max_length=_LONGEST_GRAMMAR)]
 Json = dict[str, Any] | Grammar
 Gap = tuple[str, str, list[tuple[str, str]]]
 Choices = Annotated[list[Phrase], Field(min_length=1, max_length=1024)]
-Biases = Annotated[dict[Annotated[str, Field(max_length=12)], Bias], Field(max_length=_ENTRIES), BeforeValidator(_few)]
+Biases = Annotated[dict[Annotated[str, Field(max_length=12)], Bias], Field(max_length=_ENTRIES), BeforeValidator(_cap)]
 Alternatives = Annotated[list[Phrase], Field(min_length=1, max_length=64)]
 Constraints = Annotated[list[Phrase | Alternatives], Field(min_length=1, max_length=16)]
-TemplateOptions = Annotated[dict[Literal["enable_thinking"], bool], BeforeValidator(_few)]
+TemplateOptions = Annotated[dict[Literal["enable_thinking"], bool], BeforeValidator(_cap)]
 
 # Field -> its values without effect, and the message about any other.
 _TOOLS = "chats have tools, with `tools`"

@@ -95,8 +95,8 @@ class PromptRequest:
 class TextModel:
     """A generator, and what requests must know about it.
 
-    `context`: the most tokens of prompt and answer together (encoder-decoder: of the prompt and of the answer, each).
-    `pixels`: the most of a picture. Raises OptionError without a tokenizer.
+    `context`: the most tokens of prompt and answer together (encoder-decoder: of each). `pixels`: the most pixels of a
+    picture. Raises OptionError without a tokenizer.
     """
 
     task = "text"
@@ -379,7 +379,7 @@ def _polled(job: Job, notify: Callable[[], object], *, stream: bool = True) -> G
 
 
 class Scorer:
-    """Spells the tokens of one text, each after those before it."""
+    """Spells the tokens of one text, each after the tokens before it."""
 
     def __init__(self, tokenizer: Any, before: Sequence[int] = ()) -> None:
         self._text = Detokenizer(tokenizer, before=before)

@@ -100,8 +100,8 @@ class ThinkingBudget:
         texts = ids[:, self._begin :].tolist()
         ends = [self._closing[self._closed(text)] if self._is_spent(text) else -1 for text in texts]
         chosen = torch.tensor(ends, device=logits.device)[:, None]
-        others = torch.arange(logits.shape[1], device=logits.device) != chosen
-        return logits.masked_fill(others & (chosen >= 0), -torch.inf)
+        is_other = torch.arange(logits.shape[1], device=logits.device) != chosen
+        return logits.masked_fill(is_other & (chosen >= 0), -torch.inf)
 
     def _is_spent(self, text: list[int]) -> bool:
         """Whether thoughts are open and the budget is used up."""

@@ -150,15 +150,15 @@ def call_grammar(form: CallForm, chat: ChatRequest, marks: Mapping[str, int], en
         rules.add("start", f"calls {'' if form.opening else again} AFTER?")
         rules.add("AFTER", r"/[ \n]{1,2}/")  # models write a line's end before their end token
     else:
-        others = [str(token) for name, token in marks.items() if token not in ends and name != begin]
-        free = f"TEXT | <[{','.join(others)}]>" if others else "TEXT"
+        tokens = [str(token) for name, token in marks.items() if token not in ends and name != begin]
+        free = f"TEXT | <[{','.join(tokens)}]>" if tokens else "TEXT"
         rules.add("start", f"({free})* calls?" if form.opening or most == 1 else f"(calls | {free})*")
         rules.add("TEXT", r"/(.|\n)+/")
         if begin not in marks:
             rules.add("open[lazy]", f"/(.|\\n)*/ {first}")
             first = "open"
-    more = f"({rules.quoted(form.between)} call)~0..{most - 1}" if form.opening else ""
-    rules.add("calls", f"{first} {rules.quoted(form.opening[len(begin) :])} call {more} {rules.quoted(form.closing)}")
+    repeat = f"({rules.quoted(form.between)} call)~0..{most - 1}" if form.opening else ""
+    rules.add("calls", f"{first} {rules.quoted(form.opening[len(begin) :])} call {repeat} {rules.quoted(form.closing)}")
     rules.add("call", " | ".join(f"call_{place}" for place in range(len(chat.callable))))
     head = form.head if form.opening else form.head[len(begin) :]
     for place, tool in enumerate(chat.callable):

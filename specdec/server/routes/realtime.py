@@ -76,7 +76,7 @@ class TranscriptionSession(_Part):
     audio: _Audio = _Audio()
 
     def updated(self, changes: Any) -> TranscriptionSession:
-        """With other values for some fields; raises a 400 for wrong ones."""
+        """With other values for some fields; raises a 400 for wrong values."""
         if not isinstance(changes, Mapping):
             raise ApiError(400, "`session` must be an object: pass the fields to change", param="session")
         whole = _merged(self.model_dump(), changes)
@@ -87,9 +87,9 @@ class TranscriptionSession(_Part):
 
 
 def _merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested fields, of which some have new values."""
-    both = {name: value for name, value in new.items() if isinstance(value, dict) and isinstance(old.get(name), dict)}
-    return {**old, **new, **{name: _merged(old[name], value) for name, value in both.items()}}
+    """Nested fields with the new values of some."""
+    parts = {name: value for name, value in new.items() if isinstance(value, dict) and isinstance(old.get(name), dict)}
+    return {**old, **new, **{name: _merged(old[name], value) for name, value in parts.items()}}
 
 
 def _words(text: str) -> list[str]:
@@ -119,8 +119,8 @@ class _Item:
         """New words that are final, or that two passes in turn heard, but for case and marks; not the last word."""
         self.final += heard.final
         before, self.words = self.words, _words(self.final + heard.partial)
-        same = [_bare(old) == _bare(new) for old, new in zip(before, self.words, strict=False)]
-        agreed = max([*same, False].index(False), len(_words(self.final)))
+        are_equal = [_bare(old) == _bare(new) for old, new in zip(before, self.words, strict=False)]
+        agreed = max([*are_equal, False].index(False), len(_words(self.final)))
         return self.rest(min(agreed, len(self.words) - 1))
 
     def rest(self, count: int) -> str:

@@ -142,7 +142,7 @@ async def page(request: Request) -> Response:
 
 
 async def _in_helper(request: Request, name: str | None, function: Callable[[TextModel], T]) -> T:
-    """The result of a short function of a model, computed in a thread beside those that decode; clients take turns."""
+    """The result of a short function of a model, in a thread beside the threads that decode; clients take turns."""
     host, model = state_of(request).host(name, TextModel)
 
     async def turn() -> T:

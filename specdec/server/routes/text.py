@@ -49,7 +49,7 @@ async def infill(request: Request, body: InfillRequest) -> dict[str, Any]:
     check_length(len(before) + len(after) + sum(len(text) for _, text in files), "prompt", limits)
     check_limits(body, limits)
     text_request = TextRequest(request, body)
-    answer, word = await watched(request, text_request.whole()), text_request.stopping_word
+    answer, word = await watched(request, text_request.whole()), text_request.answer.stopping_word
     choice, usage = answer["choices"][0], answer["usage"]
     return {
         "content": choice["text"],
@@ -119,19 +119,15 @@ class TextRequest:
         how["details"] = state.settings.details
         if isinstance(body, ResponsesRequest):
             keep = partial(state.conversations.keep, client, body)
-            self._answer: Answer = ResponseAnswer(body, model.name, done=keep, **how)
+            self.answer: Answer = ResponseAnswer(body, model.name, done=keep, **how)
         else:
-            self._answer = Answer(body, model.name, **how)
-
-    @property
-    def stopping_word(self) -> str:
-        return self._answer.stopping_word
+            self.answer = Answer(body, model.name, **how)
 
     async def whole(self) -> dict[str, Any]:
         async with aclosing(self.events()) as events:
             async for _ in events:
                 pass
-        return self._answer.whole()
+        return self.answer.whole()
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The events of all prompts as they come, then the chunk of usage and metrics.
@@ -142,8 +138,8 @@ class TextRequest:
         async with aclosing(side_by_side(self._turn, works, self._limits.unread_bytes, len)) as events:
             async for event in events:
                 yield event
-        if (last := self._answer.last_chunk()) is not None:
-            yield self._answer.event(last)
+        if (last := self.answer.last_chunk()) is not None:
+            yield self.answer.event(last)
 
     async def _decode(self, prompt: PromptRequest, at: int, put: Put[bytes]) -> None:
         """Decodes one prompt; puts an empty event once the request is valid, then the events of a stream.
@@ -159,14 +155,14 @@ class TextRequest:
                     await news.wait()
                     news.clear()
                 else:
-                    self._answer.take(at, update)
+                    self.answer.take(at, update)
                     observe(update)
                     if isinstance(update, Started):
                         put(b"")
                     elif isinstance(update, Stats) or not self._body.stream:
                         pass
-                    elif (chunk := self._answer.chunk(at, update)) is not None:
-                        put(self._answer.event(chunk))
+                    elif (chunk := self.answer.chunk(at, update)) is not None:
+                        put(self.answer.event(chunk))
                 update = next(updates, END)
 
 
