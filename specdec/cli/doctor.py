@@ -285,9 +285,7 @@ def _compared(trials: Sequence[Trial]) -> Iterator[Finding]:
             yield Finding("best", "texts", f"{words} at a near-tie", "note", remedy)
 
 
-@flags.takes(
-    "draft dtype quantization gguf_file backend exactness device_map trust_remote_code json_ quiet",
-)
+@flags.takes("draft dtype quantization gguf_file backend exactness device_map trust_remote_code json_ quiet")
 def doctor(
     ctx: typer.Context,
     target: str | None = flags.target("Model to examine: hub id, folder, GGUF file, or zoo:NAME."),

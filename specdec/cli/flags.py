@@ -72,8 +72,7 @@ def _shared(
     *,
     # what drafts, and how much
     draft: str | None = flag(
-        f"What drafts: {SPELLINGS}. By default the draft of a zoo: target, else {AUTO}.",
-        words=_DRAFTS,
+        f"What drafts: {SPELLINGS}. By default the draft of a zoo: target, else {AUTO}.", words=_DRAFTS
     ),
     draft_dtype: str | None = flag("--dtype of the draft; by default the target's.", words=DTYPES),
     draft_quantization: str | None = flag(

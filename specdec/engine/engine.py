@@ -36,11 +36,7 @@ class Engine:
     """
 
     def __init__(
-        self,
-        model: LanguageModel,
-        *,
-        kv_budget: int | float | None = None,
-        prefix_cache: PrefixCache | None = None,
+        self, model: LanguageModel, *, kv_budget: int | float | None = None, prefix_cache: PrefixCache | None = None
     ) -> None:
         self.model = model
         self.memory = None if kv_budget is None else MemoryBudget(kv_budget, model)

@@ -17,11 +17,7 @@ _FIXED = {"llava", "paligemma", "gemma3", "internvl", "idefics3", "smolvlm"}
 
 
 def picture_tokens(
-    language: ModelSpec,
-    main: str,
-    tensors: Mapping[str, Tensor],
-    places: Sequence[int],
-    shapes: Mapping[str, Tensor],
+    language: ModelSpec, main: str, tensors: Mapping[str, Tensor], places: Sequence[int], shapes: Mapping[str, Tensor]
 ) -> tuple[list[int], list[int]]:
     """The tokens of each picture, and the entries of the argument `main` that it takes, where these are patches.
 

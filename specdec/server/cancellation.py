@@ -50,10 +50,7 @@ async def in_threads(pool: ThreadPoolExecutor, make: Callable[[Cancel], Generato
 
 
 async def side_by_side(
-    turn: Callable[[], AbstractAsyncContextManager[None]],
-    works: Sequence[Work[T]],
-    room: int,
-    size: Callable[[T], int],
+    turn: Callable[[], AbstractAsyncContextManager[None]], works: Sequence[Work[T]], room: int, size: Callable[[T], int]
 ) -> AsyncGenerator[T, None]:
     """The items that all works put, as they come; each work holds a turn while it runs.
 

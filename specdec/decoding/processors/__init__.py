@@ -4,9 +4,4 @@ from specdec.decoding.processors.own import Timestamps
 from specdec.decoding.processors.pipeline import Processors, build_processors
 from specdec.decoding.processors.warpers import Top
 
-__all__ = [
-    "Processors",
-    "Timestamps",
-    "Top",
-    "build_processors",
-]
+__all__ = ["Processors", "Timestamps", "Top", "build_processors"]

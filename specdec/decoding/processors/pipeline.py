@@ -18,13 +18,7 @@ from transformers.generation.logits_process import UnbatchedClassifierFreeGuidan
 
 from specdec.core.drafts import Filter
 from specdec.decoding.processors import table
-from specdec.decoding.processors.own import (
-    MinLength,
-    MinNewTokens,
-    Suppress,
-    SuppressAtBegin,
-    Timestamps,
-)
+from specdec.decoding.processors.own import MinLength, MinNewTokens, Suppress, SuppressAtBegin, Timestamps
 from specdec.decoding.processors.table import ProcessorSetup
 from specdec.decoding.processors.warpers import Top
 from specdec.errors import OptionError

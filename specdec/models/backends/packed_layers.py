@@ -134,9 +134,7 @@ def layer_of(model: Any, name: str) -> Any:
 
 
 def pack_layers(
-    model: Any,
-    names: Iterable[str],
-    weight: Callable[[str, Any], kernels.Weight | kernels.PackedLinear | None],
+    model: Any, names: Iterable[str], weight: Callable[[str, Any], kernels.Weight | kernels.PackedLinear | None]
 ) -> Callable[[], None]:
     """Replaces layers by packed ones; returns the undoing.
 

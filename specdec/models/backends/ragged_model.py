@@ -139,12 +139,8 @@ class RaggedModel(nn.Module):
         capability, self.dtype, self.device = language.capability, language.dtype, language.device
         self.kinds = [kind.name for kind in capability.kinds] if capability.masks == "dict" else []
         self.has_encoder, self.reads_embeds = language.is_encoder_decoder, capability.inputs == "embeds"
-        self._places = capability.places
-        self._logits_argument, self._style, self.prefix = (
-            language.logits_argument,
-            capability.positions,
-            language.prefix,
-        )
+        self._places, self._style = capability.places, capability.positions
+        self._logits_argument, self.prefix = language.logits_argument, language.prefix
         self._source_width = source_width(self.model) if self.has_encoder else 0
 
     def forward(self, *fields: Any) -> tuple[Tensor, ...]:

@@ -41,13 +41,7 @@ class Segment:
 
 
 def window_segments(
-    tokens: Sequence[int],
-    *,
-    begin: int,
-    offset: float,
-    frames: int,
-    stride: int,
-    times: Sequence[float] | None = None,
+    tokens: Sequence[int], *, begin: int, offset: float, frames: int, stride: int, times: Sequence[float] | None = None
 ) -> tuple[list[Segment], int]:
     """The segments of a window's tokens, and how many of its frames they cover (Radford et al. 2022, section 3.8).
 

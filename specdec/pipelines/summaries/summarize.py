@@ -144,12 +144,7 @@ class Summarizer:
         return [row[0] for row in records] if all(len(row) == 1 for row in records) else records
 
     def summarize(
-        self,
-        documents: Iterable[str],
-        *,
-        batch_size: int = BATCH,
-        truncation: bool = False,
-        **options: Any,
+        self, documents: Iterable[str], *, batch_size: int = BATCH, truncation: bool = False, **options: Any
     ) -> Summaries:
         """The summaries of several texts, with their ids, parts and statistics.
 
