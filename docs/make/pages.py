@@ -371,13 +371,20 @@ def _class(kind: Any, heading: str) -> str:
     return f"{heading} {kind.__name__}\n\n{call}\n\n{inspect.getdoc(kind)}{table}"
 
 
+_OBJECT = type("_Object", (), {"__repr__": lambda _: "…"})()  # stands for a default that is an object
+_PLAIN = (str, int, float, bool, tuple, type(None), type)  # `Parameter.empty` is a type
+
+
 def _arguments(call: Any) -> str:
     """A signature without types; nothing for protocols and other classes that have none."""
     if getattr(call, "_is_protocol", False) or (inspect.isclass(call) and issubclass(call, dict)):
         return ""
-    signature = inspect.signature(call)
-    arguments = [one.replace(annotation=one.empty) for one in signature.parameters.values()]
-    arguments = [one for one in arguments if one.name not in ("self", "cls")]
+    signature, arguments = inspect.signature(call), []
+    for argument in signature.parameters.values():
+        if type(argument.default) not in _PLAIN:
+            argument = argument.replace(default=_OBJECT)
+        if argument.name not in ("self", "cls"):
+            arguments.append(argument.replace(annotation=argument.empty))
     return str(signature.replace(parameters=arguments, return_annotation=signature.empty))
 
 

@@ -113,6 +113,16 @@ def test_a_page_that_is_made_is_fresh(name: str) -> None:
     assert read(f"docs/{name}") == made.WRITTEN[name](), "run python -m docs.make.pages"
 
 
+def test_a_page_of_classes() -> None:
+    """Docstrings, methods and arguments for readers of the repository, who found directives, which the site has."""
+    page = made.classes("reference/api.md")
+    assert "\n## SpecGenerator\n\n`SpecGenerator(target, draft=None, *, tokenizer=None" in page
+    assert "| `generate(prompt=None, *, messages=None, **options)` | Decodes `prompt`: " in page
+    assert "| `tokens_per_second` | New tokens of all sequences per second of wall time. |" in page
+    assert "`ChainRule(most, width, choice=…, budget=…, ends=(), needs_q=False)`" in made.classes("reference/types.md")
+    assert "\n::: specdec.core.stats.Stats\n" in made.directives("reference/api.md")
+
+
 def test_the_documents_are_short() -> None:
     """At most 35,000 words in all, without what is made from the code; a README of 120 lines."""
     generated = {ROOT / "docs" / name for name in made.WRITTEN}
