@@ -74,16 +74,16 @@ class Trial:
 
     @property
     def ms(self) -> float:
-        return mean(one.ms or 0.0 for one in self.answers.values())
+        return mean(answer.ms or 0.0 for answer in self.answers.values())
 
     @property
     def first_token(self) -> float:
-        return mean(one.first_token for one in self.answers.values())
+        return mean(answer.first_token for answer in self.answers.values())
 
     @property
     def speedup(self) -> float:
         """Plain decoding's time per token over the draft's."""
-        return mean(one.ms or 0.0 for one in self.plain.values()) / self.ms
+        return mean(answer.ms or 0.0 for answer in self.plain.values()) / self.ms
 
     @property
     def speedups(self) -> dict[str, float]:
@@ -99,7 +99,7 @@ class Trial:
     @property
     def different(self) -> int:
         """How many answers part from plain decoding's before the shorter one ends, as time ends them."""
-        pairs = [(one.tokens, self.plain[at].tokens) for at, one in self.answers.items()]
+        pairs = [(answer.tokens, self.plain[at].tokens) for at, answer in self.answers.items()]
         return sum(any(map(ne, mine, theirs)) for mine, theirs in pairs)
 
     @property
@@ -111,7 +111,7 @@ class Trial:
     @property
     def reason(self) -> str:
         """Why the draft does not pay: how often it is right, and what guessing and checking cost."""
-        stats = total([one.stats for one in self.answers.values()])
+        stats = total([answer.stats for answer in self.answers.values()])
         if not stats.num_draft_tokens:
             return "it guessed nothing, as these texts repeat nothing"
         a_pass = _pass_seconds(self.plain)
@@ -136,7 +136,7 @@ class Skipped:
 
 def _pass_seconds(answers: Mapping[int, TimedAnswer]) -> float:
     """Seconds of one of the target's passes after the first token."""
-    parts = [one.stats for one in answers.values()]
+    parts = [answer.stats for answer in answers.values()]
     seconds = sum(stats.verify_seconds + stats.select_seconds - stats.first_token_seconds for stats in parts)
     return max(seconds, 1e-9) / max(sum(stats.num_target_passes - len(stats.finish_reasons) for stats in parts), 1)
 
@@ -165,7 +165,7 @@ def further_modes(target: LanguageModel, mode: Mode) -> list[Mode]:
     words: list[dict[str, Any]] = [{"quantization": "int8-weight"}, {"quantization": "int4-weight"}]
     if target.weight_kind == "float32":
         words.insert(0, {"dtype": "bfloat16"})
-    return [mode.model_copy(update=one) for one in words]
+    return [mode.model_copy(update=options) for options in words]
 
 
 def prompts_for(generator: SpecGenerator, source: str | None) -> list[tuple[str, dict[str, Any]]]:
@@ -198,7 +198,7 @@ def comparable(trials: Sequence[Trial]) -> list[Trial]:
 
 def _cut(trial: Trial, prompts: Iterable[int]) -> Trial:
     """The trial with these prompts alone."""
-    answers, plain = ({at: some[at] for at in prompts} for some in (trial.answers, trial.plain))
+    answers, plain = ({at: side[at] for at in sorted(prompts)} for side in (trial.answers, trial.plain))
     return replace(trial, answers=answers, plain=plain)
 
 
@@ -328,11 +328,12 @@ class Tuner:
                 self.watch.look()
                 most = min(max(left / (len(turns) - turn), first.seconds), self._left())
                 answers[draft][number] = self._answer(generators[draft], *calls[number], _TOKENS, most)
-        ms = {draft: {at: one.ms for at, one in some.items() if one.ms} for draft, some in answers.items()}
-        whole = [at for at in ms[NONE] if all(at in some for some in ms.values() if some)]
-        for draft, some in answers.items():
-            if whole and ms[draft]:
-                yield _cut(Trial(mode, draft, some, answers[NONE], generators[NONE].target.exactness), whole)
+        timed = {draft: {at for at, answer in answers[draft].items() if answer.ms} for draft in answers}
+        prompts = timed[NONE].intersection(*filter(None, timed.values()))
+        for draft in answers:
+            if prompts and timed[draft]:
+                trial = Trial(mode, draft, answers[draft], answers[NONE], generators[NONE].target.exactness)
+                yield _cut(trial, prompts)
             else:
                 yield Skipped(mode, _LATE, draft=draft)
 
