@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from specdec import SpecGenerator
+from specdec import SpecGenerator, kernels
 from specdec.errors import DraftError, OptionError, UnsupportedError
 from specdec.models import LanguageModel
 from specdec.models.backends.kv_session import KvSession
@@ -173,7 +173,7 @@ def test_targets_that_it_is_not_for(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UnsupportedError, match=r"no linear layers in \w+"):
         SpecGenerator(wide().half(), "quantized")
     rounded = lighten.quantized(wide())
-    with pytest.raises(UnsupportedError, match="rounded weights"):
+    with pytest.raises(UnsupportedError, match="few bits already"):
         SpecGenerator(LanguageModel(rounded, owned=True), "quantized")
     monkeypatch.setattr(lighten, "free_bytes", lambda device: 10)
     with pytest.raises(UnsupportedError, match="no room for a copy"):
@@ -194,3 +194,15 @@ def test_a_copy_with_other_logits(monkeypatch: pytest.MonkeyPatch) -> None:
         SpecGenerator(wide(), "quantized")
     monkeypatch.setattr(lighten, "_LEAST", 1)
     assert isinstance(SpecGenerator(LanguageModel(wide(), owned=True), "auto").draft, SuffixDraft)
+
+
+def test_a_target_in_8_bits() -> None:
+    """Its copy has half the bits, and the text is the target's."""
+    model = wide()
+    for name, layer in [*model.named_modules()]:
+        if isinstance(layer, torch.nn.Linear) and name != "lm_head":
+            model.set_submodule(name, kernels.round_weight(layer.weight, 8))
+    target = LanguageModel(model, owned=True)
+    out = SpecGenerator(target, "quantized").generate(PROMPTS, **endless(12))
+    assert out.sequences.tolist() == SpecGenerator(target).generate(PROMPTS, **endless(12)).sequences.tolist()
+    assert out.stats.num_accepted_draft_tokens > 0

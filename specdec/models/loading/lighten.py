@@ -28,6 +28,7 @@ from specdec.models.loading.weight_files import Mapped
 _log = logging.getLogger(__name__)
 _LEAST = 2**26  # weights: passes of smaller models spend their time elsewhere, and roundings hurt them more
 _LARGE = 2**16  # tokens
+_WIDE, _GAIN = 8, 1.3  # bits from which on a copy in 4 pays, and how many times fewer a copy has at least
 _LEAST_HEARING = 2**24
 _FRAMES = 1500  # an encoder of speech reads so many at once
 _OF_FRAMES = ("encoder_attn.k_proj", "encoder_attn.v_proj")  # the decoder's layers that read them
@@ -55,16 +56,17 @@ def lightened(model: Any, *, owned: bool) -> Any:
 def quantized(model: Any) -> Any:
     """A copy of a target's model like `lightened`'s, which drafts for it, of any size.
 
-    Raises UnsupportedError without kernels, for a model that cannot be packed or has rounded weights, where memory has
-    no room, and where the copy's logits are others.
+    Raises UnsupportedError without kernels, for a model that cannot be packed or has fewer than 8 bits already, where
+    memory has no room, and where the copy's logits are others.
     """
     kernels.check("draft='quantized'")
-    reason, size = why_not_packed(model) or ("has rounded weights" if _is_rounded(model) else None), _count(model)
+    bits, size = _bits(model), _count(model)
+    reason = why_not_packed(model) or ("has few bits already" if bits < _WIDE else None)
     if reason is None and free_bytes(torch.device("cpu")) < size:
         reason = f"has {size:,} weights, and memory has no room for a copy of them in 4 bits"
     if reason is None:
         few = _in_few_bits(shallow_copy(model), _LARGE // 2)
-        if _is_rounded(few):
+        if _bits(few) < bits / _GAIN:
             return few
         reason = "reads weights of its layers by itself, or has other logits in 4 bits"
     raise UnsupportedError(f"{type(model).__name__} {reason}: draft='quantized' is not for it, name another draft")
@@ -73,10 +75,10 @@ def quantized(model: Any) -> Any:
 def may_draft(model: Any) -> bool:
     """Whether a copy in 4 bits drafts well for this model: it is large beside what its passes cost otherwise.
 
-    It has floats on a CPU, and memory has room for twice the copy.
+    It has floats or 8 bits on a CPU, and memory has room for twice the copy.
     """
     least = _LEAST_HEARING if _hears(model.config) else _LEAST
-    if why_not_packed(model) is not None or not kernels.available() or _is_rounded(model):
+    if why_not_packed(model) is not None or not kernels.available() or _bits(model) < _WIDE:
         return False
     return least <= _count(model) < free_bytes(torch.device("cpu")) / 2
 
@@ -109,12 +111,16 @@ def _count(model: Any) -> int:
     )
 
 
-def _is_rounded(model: Any) -> bool:
-    """Whether some layer of a model's decoder that reads no frames has rounded weights, of our own or the library's."""
-    blocks = _decoder_layers(model)[1].items()
-    return getattr(model, "is_quantized", False) or any(
-        layer.kind not in kernels.FLOATS for name, layer in blocks if not name.endswith(_OF_FRAMES)
-    )
+def _bits(model: Any) -> float:
+    """Bits of a weight in the linear layers of a model's decoder that read no frames, on average."""
+    if getattr(model, "is_quantized", False):  # by another library
+        return 0.0
+    layers, blocks = _decoder_layers(model)
+    sizes = {name: (layer.weight.numel(), layer.weight.nbytes) for name, layer in layers.items()}
+    for name, layer in blocks.items():
+        sizes[name] = layer.inputs * layer.outputs, sum(buffer.nbytes for buffer in layer.buffers())
+    read = [sizes[name] for name in sizes if not name.endswith(_OF_FRAMES)]
+    return 8 * sum(count for _, count in read) / max(sum(count for count, _ in read), 1)
 
 
 def stored_dtype(config: Any) -> torch.dtype | None:
