@@ -35,8 +35,8 @@ def _cap(data: Any) -> Any:
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Tokens = Annotated[list[TokenId], Field(min_length=1, max_length=2**20, fail_fast=True)]
-Count = Annotated[int, Field(ge=1, le=2**20)]
-Least = Annotated[int, Field(ge=0, le=2**20)]
+Count = Annotated[int, Field(ge=1, lt=2**31)]
+Least = Annotated[int, Field(ge=0, lt=2**31)]
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)]
@@ -148,11 +148,11 @@ class Generate(Sent):
 
     model: Name | None = None
     max_tokens: Count | None = None
-    n_predict: Annotated[int, Field(ge=-1, le=2**20)] | None = None  # llama.cpp's `max_tokens`; -1: no limit
+    n_predict: Annotated[int, Field(ge=-1, lt=2**31)] | None = None  # llama.cpp's `max_tokens`; -1: no limit
     t_max_predict_ms: Annotated[float, Field(allow_inf_nan=False)] | None = None
     min_tokens: Least = 0
     n: Annotated[int, Field(ge=1, le=1024)] = 1
-    stop: Phrase | Annotated[list[Phrase], Field(max_length=4)] | None = None
+    stop: Phrase | Annotated[list[Phrase], Field(max_length=64)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=64, fail_fast=True)] | None = None
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False

@@ -227,17 +227,23 @@ def test_scores_without_an_answer(stream: bool) -> None:
 
 
 def test_fields_of_other_clients() -> None:
-    """Fields of llama.cpp's clients that change no text, its name of `max_tokens`, and stop texts that are empty."""
+    """Fields of llama.cpp's clients that change no text, its name of `max_tokens`, and stop texts that are empty.
+
+    Continue sends a dozen of `stop`. (More than four were a 400.)
+    """
     body = {"prompt": USER["content"], "temperature": 0, "ignore_eos": True}
     harmless = {"cache_prompt": True, "id_slot": -1, "samplers": ["top_k"], "t_max_predict_ms": 0, "stop": ""}
     with asking(app()) as c:
         plain = c.complete(**body, max_tokens=5)
         assert c.complete(**body, **harmless, n_predict=5)["choices"] == plain["choices"]
         assert c.complete(**body, max_tokens=5, n_predict=9, stop=["", ""])["choices"] == plain["choices"]
+        stops = ["a", *(f"<|{word}|>" for word in ("endoftext", "fim_prefix", "fim_pad", "im_end")), "\n\n", "/src/"]
+        first, among = (c.complete(**body, max_tokens=16, stop=some)["choices"] for some in (stops[:1], stops))
         long = c.complete(prompt="a" * 480, n_predict=-1, ignore_eos=True)["usage"]  # (-1 meant 16 tokens)
         wrong = c.complete(prompt="a", n_predict=-2)["error"]
         chat = c.post(CHATS, json={"messages": [USER], "n_predict": 3, "ignore_eos": True, **harmless}).json()
     assert chat["usage"]["completion_tokens"] == 3
+    assert among == first
     assert (long["total_tokens"], wrong["param"]) == (512, "n_predict")
 
 
@@ -276,10 +282,10 @@ def test_schemas_beside_their_type(kind: str) -> None:
 
 
 def test_lengths_are_cut_to_the_context() -> None:
-    """Where `max_tokens` does not fit, and in a chat without one. (It was a 400 about `messages`.)"""
+    """Where `max_tokens` does not fit, and in a chat without one. (It was a 400, and still above 1,048,576.)"""
     model = text_model(draft="none")
     with asking(app(model)) as c:
-        text = c.complete(prompt="a" * 500, max_tokens=999_999, ignore_eos=True)
+        text = c.complete(prompt="a" * 500, max_tokens=9_999_999, ignore_eos=True)
         chat = {"messages": [{"role": "user", "content": "a" * 480}], "max_tokens": 99_999, "ignore_eos": True}
         chats = [c.post(CHATS, json=body).json() for body in (chat, {**chat, "max_tokens": None})]
         long = c.complete(prompt="a" * 512, max_tokens=1)["error"]

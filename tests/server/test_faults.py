@@ -130,7 +130,7 @@ def test_every_validator_speaks_to_clients() -> None:
 
 
 SAID: list[tuple[dict[str, Any], str, str]] = [
-    ({"stop": ["a"] * 5}, "stop", "`stop` may have 4 entries at most"),
+    ({"stop": ["a"] * 65}, "stop", "`stop` may have 64 entries at most"),
     ({"stop": 5}, "stop", "`stop` must be text or a list, got 5"),
     ({"stop": ["a", 5]}, "stop.1", "`stop.1` must be text, got 5"),
     ({"prompt": [-1]}, "prompt.0", "`prompt.0` must be at least 0, got -1"),
@@ -175,7 +175,7 @@ COMPLETIONS_WRONG: list[dict[str, Any]] = [
     {"num_assistant_tokens": 10**6}, {"num_assistant_branches": 10**6}, {"repetition_penalty": 0},
     {"no_repeat_ngram_size": -1}, {"logit_bias": {"-1": 1}}, {"logit_bias": {"99999": 1}}, {"logit_bias": {"1": 1e9}},
     {"logit_bias": {"²": 1}}, {"prompt": [-1]}, {"prompt": [2**40]}, {"prompt": [99_999]}, {"prompt": []},
-    {"prompt": [[]]}, {"prompt": ["a"] * 17}, {"prompt": "a" * 600}, {"stop": ["a"] * 5}, {"stop": "a" * 300},
+    {"prompt": [[]]}, {"prompt": ["a"] * 17}, {"prompt": "a" * 600}, {"stop": ["a"] * 65}, {"stop": "a" * 300},
     {"prompt": "\ud800"}, {"length_penalty": 1e9, "num_beams": 2}, {"penalty_alpha": 2},
     *({"temperature": float(one)} for one in ("nan", "inf", "-inf")), {"guided_regex": "("},
     {"guided_json": "{"}, {"guided_json": {"type": "no-such-type"}},
