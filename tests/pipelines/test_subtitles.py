@@ -103,8 +103,17 @@ def test_cues_have_so_many_lines() -> None:
     assert spans(out) == [["00.000", "02.200"], ["02.200", "03.100"]]
     assert vtt(text, width=12, lines=3) == vtt(text, width=12)
     out = vtt(CUES, width=8, lines=2)
-    assert spans(out) == [["01.000", "02.000"], ["02.000", "02.100"]]
-    assert "So <00:00:01.200>it\n&lt;came&gt;\n\n" in out
+    assert spans(out) == [["01.000", "01.200"], ["01.200", "02.000"]]
+    assert out.endswith("So\nit\n\n00:00:01.200 --> 00:00:02.000\n&lt;came&gt;\nback.\n\n")
+
+
+def test_lines_are_even() -> None:
+    """In a cue, and over the cues of a segment. (The last word was shown alone, for half a second.)"""
+    text = [{"text": " in the only sense with which we are concerned, differs from most", "timestamp": (0.0, 6.6)}]
+    shown = [cue.splitlines()[1:] for cue in vtt(text, width=28, lines=2).split("\n\n")[1:-1]]
+    assert shown == [["in the only sense", "with which we are"], ["concerned,", "differs from most"]]
+    lines = srt(text, width=62).splitlines()[2:-1]
+    assert lines == ["in the only sense with which we", "are concerned, differs from most"]
 
 
 BEGIN = 100

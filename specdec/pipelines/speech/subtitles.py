@@ -72,7 +72,7 @@ def _cues(chunks: Iterable[Chunk], width: int | None, words: int | None, lines: 
     for chunk in chunks:
         spoken = [word for word in chunk.get("words", [chunk]) if word["text"].strip()]
         for group in _groups(spoken, words):
-            for shown in _groups(_lines(_pieces(group), width), lines):
+            for shown in _groups(_even_lines(list(_pieces(group)), width, lines), lines):
                 start, end = shown[0][0].start, shown[-1][-1].end
                 if cues:
                     last = cues.pop()
@@ -112,6 +112,15 @@ def _lines(pieces: Iterable[_Piece], width: int | None) -> list[list[_Piece]]:
             length = len(piece.text)
         lines[-1].append(piece)
     return lines
+
+
+def _even_lines(pieces: Sequence[_Piece], width: int | None, most: int | None) -> list[list[_Piece]]:
+    """The lines, as narrow as goes into their number, or into their cues of `most`: no last word is left alone."""
+    lines = _lines(pieces, width)
+    if width is None or not lines:
+        return lines
+    room = len(lines) if most is None or len(lines) <= most else -(-len(lines) // most) * most
+    return next(even for narrow in range(1, width + 1) if len(even := _lines(pieces, narrow)) <= room)
 
 
 def _clock(seconds: float, mark: str) -> str:
