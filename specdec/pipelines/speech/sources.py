@@ -59,11 +59,13 @@ def streamed(stream: BinaryIO, rate: int, source_rate: int) -> Iterator[Samples]
     """The sound of a stream: WAV, as its header says, or else raw mono samples, `source_rate` per second.
 
     Both have 16 bits, little-endian. The length that a WAV's header names is often wrong in a stream: all that comes is
-    sound. Raises OptionError for other WAVs, and at the end for half a sample.
+    sound. Raises OptionError for other WAVs and kinds of files, and at the end for half a sample.
     """
     head, channels = _exactly(stream, 4), 1
     if head == b"RIFF":
         head, (source_rate, channels) = b"", _wav_format(stream)
+    elif head in (b"fLaC", b"OggS") or head[:3] == b"ID3":
+        raise OptionError(f"the stream is flac, ogg or mp3, which come whole: pass - in place of --stdin, or {_WAY}")
     resample, frame = Resampler(source_rate, rate), 2 * channels
     size = max(source_rate // _PER_SECOND, 2) * frame
     while content := head + _exactly(stream, size - len(head)):
