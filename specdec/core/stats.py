@@ -85,7 +85,7 @@ class Stats:
         """That the draft took longer than it saved, and what to do; empty where it did not, or nobody named it."""
         if self.settings.get("draft_kind") == "form" or self.saved_seconds >= -_LOSS * self.seconds:
             return ""
-        return f"the draft took {-self.saved_seconds:.2f} s more than it saved: leave it out ('none')"
+        return f"the draft took {-self.saved_seconds:.2f} s more than it saved: leave it out (--draft none)"
 
     @property
     def tokens_per_second(self) -> float:
