@@ -93,6 +93,8 @@ def transcribe(
     bundled = [str(path) for path, _ in bundled_models.recordings()] if demo else []
     recordings = [source] if source else bundled or files_among(files or [], SOUNDS)
     name = ctx.params["model"] = choose_model(model, demo=demo)
+    if source is None and not any(name == STDIN or Path(name).exists() for name in recordings):
+        raise OptionError(f"there is no file {recordings[0]}: check the name, or download it first")
     check_output(recordings, format, output_dir)
     if format not in ("srt", "vtt"):
         refuse_idle(ctx.params, LINES, "is for subtitles: pass --format srt or vtt")
@@ -235,7 +237,8 @@ def check_output(files: Sequence[str], format: Format, folder: Path | None) -> N
         return
     stems = [Path(name).stem for name in files]
     if twice := [stem for stem in stems if stems.count(stem) > 1]:
-        raise OptionError(f"--output-dir would get {twice[0]} twice: rename one of these files")
+        both = " and ".join([name for name in files if Path(name).stem == twice[0]][:2])
+        raise OptionError(f"--output-dir would get {twice[0]} twice, of {both}: rename one, or transcribe it apart")
     for name in files:
         if name != STDIN and output_file(name, format, folder).resolve() == Path(name).resolve():
             raise OptionError(f"--output-dir would write over {name}: name another folder")

@@ -252,7 +252,8 @@ def test_what_goes_wrong_is_told(folder: Path, tmp_path: Path, typed: Any) -> No
         ([short, "--demo"], "--demo"),
         ([short, "--max-line-count", "2", "--format", "srt"], "pass --max-line-width"),
         ([short, short, "--format", "srt"], "--output-dir"),
-        ([short, short, "--output-dir", tmp_path], "twice"),
+        ([short, short, "--output-dir", tmp_path], "short twice, of "),
+        (["nowhere.wav", "none.wav"], "there is no file nowhere.wav"),  # (The model was loaded first.)
         ([short, "--output-dir", folder / "model" / "config.json"], "--output-dir"),
         ([short, "--language", "klingon"], "language"),
         ([short, "--task", "translate", "--set", "task=transcribe"], "set by its flag and by --set"),
