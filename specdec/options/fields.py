@@ -152,7 +152,7 @@ DRAFT_WORDS: dict[str, DraftWord] = {
     "suffix": DraftWord("suffix", "SuffixDraft", copies=True),
     "ngram": DraftWord("ngram", "NgramDraft", copies=True),
     "early_exit": DraftWord("model", "EarlyExitDraft", argument="N"),
-    "quantized": DraftWord("quantized", "QuantizedDraft", follows=True),
+    "quantized": DraftWord("self_drafts", "QuantizedDraft", follows=True),
     "mtp": DraftWord("heads.mtp", "MtpDraft"),
 }
 # The words of drafts that copy, which may be paired with a model.

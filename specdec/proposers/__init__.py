@@ -18,7 +18,7 @@ from specdec.proposers.hybrid import HybridDraft
 from specdec.proposers.model import EarlyExitDraft, ModelDraft
 from specdec.proposers.ngram import NgramDraft
 from specdec.proposers.other_tokenizer import TextBridge
-from specdec.proposers.quantized import QuantizedDraft
+from specdec.proposers.self_drafts import QuantizedDraft
 from specdec.proposers.suffix import SuffixDraft
 from specdec.proposers.views import TextAloneDraft, best_branch, branch_tokens
 
