@@ -4,6 +4,7 @@ texts and searches, from one cache per sequence.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,10 @@ from specdec.proposers.growth import CachedText, ChainGrowth, Feed, Growth, Tree
 if TYPE_CHECKING:
     from specdec.core.work import Pictures
     from specdec.models import Encoding, LanguageModel, Session
+
+
+Reader = tuple[SequenceView, Budget, int]
+"""A sequence to guess for, its budget, and the length of its longest path."""
 
 
 class ModelDraft(Draft):
@@ -47,12 +52,99 @@ class ModelDraft(Draft):
     def __repr__(self) -> str:
         return f"ModelDraft({self.model!r})"
 
-    def start(self, vocab_size: int) -> ModelProposer:
+    def start(self, vocab_size: int) -> Proposer:
         return ModelProposer(self.model, vocab_size, self.source, shared_encoder=self.shared_encoder, sees=self.sees)
 
 
-class ModelProposer(Proposer):
-    """Drafts with one pass per level over all sequences that still grow; its options are `ModelDraft`'s.
+class GrowingProposer(Proposer):
+    """Drafts over the rows of `_session`, with one pass per level over all sequences that still grow."""
+
+    _session: Session
+
+    def __init__(self, model: Any, vocab_size: int, source: str) -> None:
+        self._model, self._vocab_size, self._source = model, vocab_size, source
+
+    @abstractmethod
+    def _row(self, seq: SequenceView) -> CachedText:
+        """What the session holds of a sequence."""
+
+    def _readers(self, seqs: Sequence[SequenceView], budgets: Sequence[Budget]) -> list[Reader]:
+        """The sequences to guess for, their budgets and limits."""
+        limits = [self._limit(seq, budget) for seq, budget in zip(seqs, budgets, strict=True)]
+        gains = [budget.gain([[]]) if limit > 0 else 0.0 for budget, limit in zip(budgets, limits, strict=True)]
+        if not pays(budgets, gains):
+            return []
+        return [one for one, gain in zip(zip(seqs, budgets, limits, strict=True), gains, strict=True) if gain > 0]
+
+    def _limit(self, seq: SequenceView, budget: Budget) -> int:
+        """The longest chain worth drafting: the target adds one token itself."""
+        return path_limit(seq, budget) if seq.tokens else 0
+
+    def _trees(self, seqs: Sequence[SequenceView], readers: Sequence[Reader]) -> list[Tree]:
+        """One tree per sequence, without nodes for those that are no readers."""
+        growths = {seq.id: self._growth(seq, budget, limit) for seq, budget, limit in readers}
+        self._grow(list(growths.values()))
+        nothing = Tree([], [], source=self._source)
+        return [growths[seq.id].proposal(self._source) if seq.id in growths else nothing for seq in seqs]
+
+    def _run(self, feeds: Sequence[Feed], level: int = 0) -> list[Logits]:
+        """One pass over text and branches (`level` 0), or guesses of this round; all nodes stay in the cache."""
+        outputs = self._session.run([feed.work for feed in feeds])
+        self._keep(feeds, final=not level)
+        return outputs
+
+    def _keep(self, feeds: Sequence[Feed], *, final: bool) -> None:
+        """Keeps all nodes of a pass in the cache; guesses of this round are not `final`."""
+        works = [feed.work for feed in feeds]
+        paths = [list(range(len(work.tree.tokens))) for work in works]
+        self._session.commit([w.row for w in works], paths, num_texts=[w.num_text for w in works], final=final)
+
+    def _growth(self, seq: SequenceView, budget: Budget, limit: int) -> Growth:
+        cached, usual, readable = self._row(seq), seq.task.sampler.branches, self._model.num_ids
+        if not usual or ((budget.branches or usual) == 1 and not seq.tree.tokens):
+            return ChainGrowth(budget, limit, cached, readable)
+        can_read = max(seq.tree.tokens, default=0) < readable
+        return TreeGrowth(budget, limit if can_read else 0, cached, readable)
+
+    def _grow_in_one_call(self, works: Sequence[tuple[Growth, Work]]) -> bool:
+        """Drafts whole chains in one call if the model and all rules allow it; returns whether it did."""
+        chains = [(growth, work) for growth, work in works if isinstance(growth, ChainGrowth)]
+        rules = [rule for growth, _ in chains if (rule := growth.rule(self._vocab_size)) is not None]
+        if not works or len(rules) < len(works):
+            return False
+        rows, tokens = [work.row for _, work in chains], [work.new_tokens for _, work in chains]
+        embeds = self._embeds([Feed(growth.cached, work) for growth, work in chains])
+        chained = self._session.draft_chain(rows, tokens, rules, embeds)
+        if chained is None:
+            return False
+        for (growth, work), guesses, q in zip(chains, chained.guesses, chained.q, strict=True):
+            growth.take_all(work, guesses, None if q is None else pad(q, (0, self._vocab_size - q.shape[-1])))
+        return True
+
+    def _embeds(self, feeds: Sequence[Feed]) -> list[Tensor] | None:
+        """Inputs `[new nodes, width]` in place of ids; None for a model that reads ids."""
+        return None
+
+    def _grow(self, growths: Sequence[Growth]) -> None:
+        """Feeds the missing text and branches, then one level of guesses after the other."""
+        works = [(growth, work) for growth in growths if (work := growth.first()) is not None]
+        if self._session.draft_chains and self._grow_in_one_call(works):
+            return
+        level = 0
+        while works:
+            outputs = self._run([Feed(growth.cached, work) for growth, work in works], level)
+            works = [
+                (growth, following)
+                for (growth, work), out in zip(works, outputs, strict=True)
+                if (following := growth.take(work, fit(out.logits.cpu(), self._vocab_size))) is not None
+            ]
+            if not pays([growth.budget for growth, _ in works], [growth.gain for growth, _ in works]):
+                return
+            level += 1
+
+
+class ModelProposer(GrowingProposer):
+    """Reads texts into a cache of its own; its options are `ModelDraft`'s.
 
     A round begins by comparing the cache with the texts. `keeps_guesses`: guesses that became text stay in it. False:
     they are fed again, with the target's hidden states.
@@ -63,11 +155,10 @@ class ModelProposer(Proposer):
     def __init__(
         self, model: Any, vocab_size: int, source: str, *, shared_encoder: bool = False, sees: bool = False
     ) -> None:
-        self._model, self._vocab_size, self._source = model, vocab_size, source
-        self._shared_encoder, self._sees = shared_encoder, sees
-        self._session: Session = model.session()
+        super().__init__(model, vocab_size, source)
+        self._session, self._shared_encoder, self._sees = model.session(), shared_encoder, sees
         self._cached: dict[int, CachedText] = {}
-        self._chosen: dict[int, tuple[SequenceView, Budget, int]] | None = None  # for this round
+        self._chosen: dict[int, Reader] | None = None  # for this round
         # by id(inputs); the inputs are kept alive, so that the id stays theirs
         self._encoded: dict[int, tuple[object, Encoding]] = {}
 
@@ -81,10 +172,7 @@ class ModelProposer(Proposer):
                 readers = [chosen[seq.id] for seq in seqs if seq.id in chosen]
             if unseen := [seq for seq, _, _ in readers if self._unseen(seq) is not None]:
                 self.read(unseen, 1)
-            growths = {seq.id: self._growth(seq, budget, limit) for seq, budget, limit in readers}
-            self._grow(list(growths.values()))
-        nothing = Tree([], [], source=self._source)
-        return [growths[seq.id].proposal(self._source) if seq.id in growths else nothing for seq in seqs]
+            return self._trees(seqs, readers)
 
     def begin_round(self, seqs: Sequence[SequenceView], budgets: Sequence[Budget]) -> Collection[int]:
         """The ids of those whose budgets a draft pass pays, and whose texts the draft has embeddings for."""
@@ -151,17 +239,11 @@ class ModelProposer(Proposer):
             self._session, self._cached = self._model.session(), {}
             raise
 
-    def _readers(
-        self, seqs: Sequence[SequenceView], budgets: Sequence[Budget]
-    ) -> list[tuple[SequenceView, Budget, int]]:
-        """The sequences to guess for, their budgets and limits; guesses that were rejected are forgotten."""
-        limits = [self._limit(seq, budget) for seq, budget in zip(seqs, budgets, strict=True)]
-        gains = [budget.gain([[]]) if limit > 0 else 0.0 for budget, limit in zip(budgets, limits, strict=True)]
-        if not pays(budgets, gains):
-            return []
-        chosen = [one for one, gain in zip(zip(seqs, budgets, limits, strict=True), gains, strict=True) if gain > 0]
-        self._settle([seq for seq, _, _ in chosen])
-        return [(seq, budget, limit) for seq, budget, limit in chosen if self._can_read(seq)]
+    def _readers(self, seqs: Sequence[SequenceView], budgets: Sequence[Budget]) -> list[Reader]:
+        """As of any draft; guesses that were rejected are forgotten."""
+        readers = super()._readers(seqs, budgets)
+        self._settle([seq for seq, _, _ in readers])
+        return [reader for reader in readers if self._can_read(reader[0])]
 
     def drop(self, seq_ids: Sequence[int]) -> None:
         gone = [cached.cache_row for seq_id in seq_ids if (cached := self._cached.pop(seq_id, None)) is not None]
@@ -174,8 +256,8 @@ class ModelProposer(Proposer):
         self._session.bound(rows, columns)
 
     def _limit(self, seq: SequenceView, budget: Budget) -> int:
-        """The longest chain worth drafting: the target adds one token itself, and the draft's positions may run out."""
-        limit = path_limit(seq, budget) if seq.tokens else 0
+        """The draft's positions may run out."""
+        limit = super()._limit(seq, budget)
         if self._model.max_positions is not None:
             limit = min(limit, self._model.max_positions - len(seq.tokens) - seq.tree.depth + 1)
         return limit
@@ -228,18 +310,6 @@ class ModelProposer(Proposer):
         """How many tokens of the text may be read; the last one is fed with the first guess."""
         return len(seq.tokens) - 1
 
-    def _run(self, feeds: Sequence[Feed], level: int = 0) -> list[Logits]:
-        """One pass over text and branches (`level` 0), or guesses of this round; all nodes stay in the cache."""
-        outputs = self._session.run([feed.work for feed in feeds])
-        self._keep(feeds, final=not level)
-        return outputs
-
-    def _keep(self, feeds: Sequence[Feed], *, final: bool) -> None:
-        """Keeps all nodes of a pass in the cache; guesses of this round are not `final`."""
-        works = [feed.work for feed in feeds]
-        paths = [list(range(len(work.tree.tokens))) for work in works]
-        self._session.commit([w.row for w in works], paths, num_texts=[w.num_text for w in works], final=final)
-
     def _encoding(self, seq: SequenceView) -> Encoding | None:
         """The output of the draft's encoder, or of the target's."""
         if self._shared_encoder:
@@ -249,49 +319,6 @@ class ModelProposer(Proposer):
         if id(inputs) not in self._encoded:
             self._encoded[id(inputs)] = (inputs, self._model.encode(inputs))
         return self._encoded[id(inputs)][1].select([seq.task.encoder_row])
-
-    def _growth(self, seq: SequenceView, budget: Budget, limit: int) -> Growth:
-        cached, usual, readable = self._row(seq), seq.task.sampler.branches, self._model.num_ids
-        if not usual or ((budget.branches or usual) == 1 and not seq.tree.tokens):
-            return ChainGrowth(budget, limit, cached, readable)
-        can_read = max(seq.tree.tokens, default=0) < readable
-        return TreeGrowth(budget, limit if can_read else 0, cached, readable)
-
-    def _grow_in_one_call(self, works: Sequence[tuple[Growth, Work]]) -> bool:
-        """Drafts whole chains in one call if the model and all rules allow it; returns whether it did."""
-        chains = [(growth, work) for growth, work in works if isinstance(growth, ChainGrowth)]
-        rules = [rule for growth, _ in chains if (rule := growth.rule(self._vocab_size)) is not None]
-        if not works or len(rules) < len(works):
-            return False
-        rows, tokens = [work.row for _, work in chains], [work.new_tokens for _, work in chains]
-        embeds = self._embeds([Feed(growth.cached, work) for growth, work in chains])
-        chained = self._session.draft_chain(rows, tokens, rules, embeds)
-        if chained is None:
-            return False
-        for (growth, work), guesses, q in zip(chains, chained.guesses, chained.q, strict=True):
-            growth.take_all(work, guesses, None if q is None else pad(q, (0, self._vocab_size - q.shape[-1])))
-        return True
-
-    def _embeds(self, feeds: Sequence[Feed]) -> list[Tensor] | None:
-        """Inputs `[new nodes, width]` in place of ids; None for a model that reads ids."""
-        return None
-
-    def _grow(self, growths: Sequence[Growth]) -> None:
-        """Feeds the missing text and branches, then one level of guesses after the other."""
-        works = [(growth, work) for growth in growths if (work := growth.first()) is not None]
-        if self._session.draft_chains and self._grow_in_one_call(works):
-            return
-        level = 0
-        while works:
-            outputs = self._run([Feed(growth.cached, work) for growth, work in works], level)
-            works = [
-                (growth, following)
-                for (growth, work), out in zip(works, outputs, strict=True)
-                if (following := growth.take(work, fit(out.logits.cpu(), self._vocab_size))) is not None
-            ]
-            if not pays([growth.budget for growth, _ in works], [growth.gain for growth, _ in works]):
-                return
-            level += 1
 
 
 class EarlyExitDraft(ModelDraft):

@@ -16,7 +16,7 @@ from specdec.models.language_model import LanguageModel
 from specdec.models.protocols import Capability
 from specdec.proposers.growth import CachedText, Feed
 from specdec.proposers.heads.stage import Stage
-from specdec.proposers.model import ModelProposer
+from specdec.proposers.model import ModelProposer, Reader
 
 _PENDING = 1024  # tokens whose hidden states wait until a guess is wanted; above, they are read without one
 
@@ -122,9 +122,7 @@ class HeadProposer(ModelProposer):
         self._features: dict[int, _Features] = {}
         self._none = torch.zeros(0, draft.stage.width, dtype=draft.stage.dtype, device=draft.model.device)
 
-    def _readers(
-        self, seqs: Sequence[SequenceView], budgets: Sequence[Budget]
-    ) -> list[tuple[SequenceView, Budget, int]]:
+    def _readers(self, seqs: Sequence[SequenceView], budgets: Sequence[Budget]) -> list[Reader]:
         """As any model's; hidden states of sequences that may have no guess wait."""
         self._take_in([seq for seq, budget in zip(seqs, budgets, strict=True) if budget.limit > 0])
         return super()._readers(seqs, budgets)
