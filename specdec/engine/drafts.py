@@ -94,14 +94,14 @@ class OpenDrafts:
         """The proposals by sequence id, for sequences with a draft; those for whose text it must wait get EMPTY.
 
         While prompts are read (`reading`), only instant drafts propose: a first token does not wait until a draft model
-        has read the prompt, unless the target is offloaded, whose pass takes far longer. Where no budget allows a
-        guess, a draft that is instant or reads predictions is asked all the same: it learns how often it would be
-        right.
+        has read the prompt, unless the target is offloaded, whose pass takes far longer, and the draft has a cache of
+        its own. Where no budget allows a guess, a draft that is instant or reads predictions is asked all the same: it
+        learns how often it would be right.
         """
         proposals: dict[int, Tree] = {}
         self.num_read.clear()
         for opened, group in grouped(seqs, self.of):
-            if reading and not (opened.draft.instant or self._model.is_offloaded):
+            if reading and not (opened.draft.instant or (self._model.is_offloaded and opened.draft.is_cached)):
                 continue
             budgets: dict[int, Budget] = {}
             for pacing, together in grouped(group, lambda seq: self.requests[seq.id].pacing):

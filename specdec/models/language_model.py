@@ -269,8 +269,6 @@ class LanguageModel:
             backend="eager" if self._asked == "packed" or not self.ragged else self._asked,
         )
         cut.is_owned, cut.recut = self.is_owned, None if self.is_owned else partial(self.early_exit, layers)
-        if self.unread is not None:
-            cut.unread = self.load_media_modules
         return cut
 
     def load_media_modules(self) -> Mapping[str, nn.Module]:

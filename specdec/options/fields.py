@@ -151,7 +151,7 @@ class DraftWord(NamedTuple):
 DRAFT_WORDS: dict[str, DraftWord] = {
     "suffix": DraftWord("suffix", "SuffixDraft", copies=True),
     "ngram": DraftWord("ngram", "NgramDraft", copies=True),
-    "early_exit": DraftWord("model", "EarlyExitDraft", argument="N"),
+    "early_exit": DraftWord("self_drafts", "EarlyExitDraft", argument="N"),
     "quantized": DraftWord("self_drafts", "QuantizedDraft", follows=True),
     "mtp": DraftWord("heads.mtp", "MtpDraft"),
 }

@@ -15,10 +15,10 @@ from specdec.proposers.function import FunctionDraft
 from specdec.proposers.heads.mtp import MtpDraft
 from specdec.proposers.heads.proposer import HeadDraft
 from specdec.proposers.hybrid import HybridDraft
-from specdec.proposers.model import EarlyExitDraft, ModelDraft
+from specdec.proposers.model import ModelDraft
 from specdec.proposers.ngram import NgramDraft
 from specdec.proposers.other_tokenizer import TextBridge
-from specdec.proposers.self_drafts import QuantizedDraft
+from specdec.proposers.self_drafts import EarlyExitDraft, QuantizedDraft
 from specdec.proposers.suffix import SuffixDraft
 from specdec.proposers.views import TextAloneDraft, best_branch, branch_tokens
 

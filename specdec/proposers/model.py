@@ -1,6 +1,4 @@
-"""A draft that is a language model, also one of the target's own first layers: chains for texts, trees for
-texts and searches, from one cache per sequence.
-"""
+"""A draft that is a language model: chains for texts, trees for texts and searches, from one cache per sequence."""
 
 from __future__ import annotations
 
@@ -17,7 +15,6 @@ from specdec.core.drafts import Draft, Proposer, SavedState, SequenceView, path_
 from specdec.core.tree import EMPTY, Tree
 from specdec.core.work import Logits, Work
 from specdec.decoding.samplers import fit
-from specdec.errors import OptionError
 from specdec.models import prefix_bytes
 from specdec.proposers.growth import CachedText, ChainGrowth, Feed, Growth, TreeGrowth
 
@@ -77,8 +74,11 @@ class GrowingProposer(Proposer):
         return [one for one, gain in zip(zip(seqs, budgets, limits, strict=True), gains, strict=True) if gain > 0]
 
     def _limit(self, seq: SequenceView, budget: Budget) -> int:
-        """The longest chain worth drafting: the target adds one token itself."""
-        return path_limit(seq, budget) if seq.tokens else 0
+        """The longest chain worth drafting: the target adds one token itself, and the draft's positions may run out."""
+        limit = path_limit(seq, budget) if seq.tokens else 0
+        if self._model.max_positions is not None:
+            limit = min(limit, self._model.max_positions - len(seq.tokens) - seq.tree.depth + 1)
+        return limit
 
     def _trees(self, seqs: Sequence[SequenceView], readers: Sequence[Reader]) -> list[Tree]:
         """One tree per sequence, without nodes for those that are no readers."""
@@ -255,13 +255,6 @@ class ModelProposer(GrowingProposer):
     def bound(self, rows: int, columns: int) -> None:
         self._session.bound(rows, columns)
 
-    def _limit(self, seq: SequenceView, budget: Budget) -> int:
-        """The draft's positions may run out."""
-        limit = super()._limit(seq, budget)
-        if self._model.max_positions is not None:
-            limit = min(limit, self._model.max_positions - len(seq.tokens) - seq.tree.depth + 1)
-        return limit
-
     def _settle(self, seqs: Sequence[SequenceView]) -> None:
         """Takes back what these sequences do not have; what they have of guesses and branches stays.
 
@@ -319,28 +312,3 @@ class ModelProposer(GrowingProposer):
         if id(inputs) not in self._encoded:
             self._encoded[id(inputs)] = (inputs, self._model.encode(inputs))
         return self._encoded[id(inputs)][1].select([seq.task.encoder_row])
-
-
-class EarlyExitDraft(ModelDraft):
-    """Drafts with the target's first `layers` layers and its own head (LayerSkip, arXiv 2404.16710, section 3.3)."""
-
-    def __init__(self, target: LanguageModel, layers: int) -> None:
-        super().__init__(
-            target.early_exit(layers),
-            source=f"early_exit:{layers}",
-            shared_encoder=target.is_encoder_decoder,
-            sees=target.sees,
-        )
-        self.layers = layers
-
-    @classmethod
-    def of(cls, target: LanguageModel, argument: str | None, name: str = "draft") -> EarlyExitDraft:
-        """The draft `early_exit:N`; raises OptionError, naming the caller's argument `name`, for any other N."""
-        layers = int(argument) if argument is not None and argument.isdecimal() else 0
-        if not 1 <= layers < target.num_layers:
-            least = f"early_exit:N with N of the target's {target.num_layers} layers, at least 1 and not all"
-            raise OptionError.of(name, least, "early_exit" if argument is None else f"early_exit:{argument}")
-        return cls(target, layers)
-
-    def __repr__(self) -> str:
-        return f"EarlyExitDraft({self.layers})"

@@ -1,40 +1,93 @@
-"""A draft that is the target in 4 bits, over the target's own keys and values."""
+"""Drafts that are made of the target and guess over its keys and values: its first layers, and a copy in 4 bits."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from time import perf_counter
+from typing import Any
 
 from specdec.core.budget import Budget
-from specdec.core.drafts import SequenceView, refuse_argument
+from specdec.core.drafts import Proposer, refuse_argument
 from specdec.core.tree import Tree
-from specdec.errors import UnsupportedError
+from specdec.errors import OptionError, UnsupportedError
 from specdec.models import LanguageModel, Session, quantized
 from specdec.proposers.growth import CachedText
-from specdec.proposers.model import ModelDraft, ModelProposer
+from specdec.proposers.model import GrowingProposer, ModelDraft
 
 
-class QuantizedDraft(ModelDraft):
-    """Drafts with a copy of the target in 4 bits (self-speculation: QuantSpec, arXiv 2502.10424, section 4).
+class SelfDraft(ModelDraft):
+    """Drafts with a model made of the target, which has the keys and values of the target's first layers.
 
-    The copy reads no text: it attends to the target's keys and values. What it writes behind them for its guesses, the
-    target's pass over the guesses writes again. It guesses behind texts, not behind branches of a search.
-
-    Raises UnsupportedError for a target whose weights are rounded or not on a CPU, or whose cache has another form than
-    keys and values.
+    It reads no text: it attends to the target's keys and values. What it writes behind them for its guesses, the
+    target's pass over the guesses writes again.
     """
 
     is_cached = False
 
+    def start(self, vocab_size: int) -> Proposer:
+        return super().start(vocab_size) if self.is_cached else SelfProposer(self.model, vocab_size, self.source)
+
+
+class SelfProposer(GrowingProposer):
+    """Guesses behind the texts and branches in the target's cache, and leaves the cache as it was."""
+
+    def share(self, target: Session) -> None:
+        self._session = self._model.session(over=target)
+
+    def propose(self, seqs: Sequence[Any], budgets: Sequence[Budget]) -> list[Tree]:
+        rows = [seq.cache_row for seq in seqs]
+        lengths = [self._session.length(row) for row in rows]
+        try:
+            return self._trees(seqs, self._readers(seqs, budgets))
+        finally:
+            paths = [list(range(seq.num_cached)) for seq in seqs]
+            self._session.commit(rows, paths, num_texts=[0] * len(rows))
+            self._session.truncate(rows, lengths)
+
+    def _row(self, seq: Any) -> CachedText:
+        """The target's row; leaves that it holds are fed again, for their logits."""
+        num_text, nodes = self._session.length(seq.cache_row) - seq.num_embeds_only, range(seq.num_cached)
+        branch_of = {node: node for node in nodes if node not in seq.leaves}
+        return CachedText(seq.cache_row, seq, seq.tokens, num_text, branches=seq.tree.part(nodes), branch_of=branch_of)
+
+
+class EarlyExitDraft(SelfDraft):
+    """Drafts with the target's first `layers` layers and its own head (LayerSkip, arXiv 2404.16710, section 3.3).
+
+    Where the target's cache holds more than keys and values, they read texts into a cache of their own.
+    """
+
+    def __init__(self, target: LanguageModel, layers: int) -> None:
+        model = target.early_exit(layers)
+        super().__init__(model, source=f"early_exit:{layers}", shared_encoder=target.is_encoder_decoder)
+        self.layers, self.is_cached = layers, not target.capability.cache_kind == model.capability.cache_kind == "kv"
+
+    @classmethod
+    def of(cls, target: LanguageModel, argument: str | None, name: str = "draft") -> EarlyExitDraft:
+        """The draft `early_exit:N`; raises OptionError, naming the caller's argument `name`, for any other N."""
+        layers = int(argument) if argument is not None and argument.isdecimal() else 0
+        if not 1 <= layers < target.num_layers:
+            least = f"early_exit:N with N of the target's {target.num_layers} layers, at least 1 and not all"
+            raise OptionError.of(name, least, "early_exit" if argument is None else f"early_exit:{argument}")
+        return cls(target, layers)
+
+    def __repr__(self) -> str:
+        return f"EarlyExitDraft({self.layers})"
+
+
+class QuantizedDraft(SelfDraft):
+    """Drafts with a copy of the target in 4 bits (self-speculation: QuantSpec, arXiv 2502.10424, section 4).
+
+    Raises UnsupportedError for a target whose weights are rounded or not on a CPU, or whose cache holds more than keys
+    and values.
+    """
+
     def __init__(self, target: LanguageModel) -> None:
-        capability = target.capability
-        depends = capability.boundary is not None or capability.cache_reset_length is not None
-        if capability.cache_kind != "kv" or depends:
+        if target.capability.cache_kind != "kv":
             raise UnsupportedError(
-                f"the keys and values of {type(target.model).__name__} depend on the text's length, or are none: "
-                "draft='quantized' is not for it, name another draft"
+                f"{type(target.model).__name__} does not run on buffers of keys and values "
+                f"({target.capability.reason}): draft='quantized' is not for it, name another draft"
             )
         super().__init__(_copy(target), source="quantized")
 
@@ -45,58 +98,6 @@ class QuantizedDraft(ModelDraft):
     def of(cls, target: LanguageModel, argument: str | None, name: str = "draft") -> QuantizedDraft:
         refuse_argument(argument, name)
         return cls(target)
-
-    @property
-    def kind(self) -> str:
-        return self.source
-
-    def start(self, vocab_size: int) -> QuantizedProposer:
-        return QuantizedProposer(self.model, vocab_size, self.source)
-
-
-class QuantizedProposer(ModelProposer):
-    """Guesses behind the texts in the target's cache, and leaves the cache as it was."""
-
-    def share(self, target: Session) -> None:
-        self._session = self._model.session(over=target)
-
-    def propose(self, seqs: Sequence[SequenceView], budgets: Sequence[Budget]) -> list[Tree]:
-        rows = [_row(seq) for seq in seqs]
-        lengths = [self._session.length(row) for row in rows]
-        try:
-            return super().propose(seqs, budgets)
-        finally:
-            self._session.truncate(rows, lengths)
-
-    def begin_round(self, seqs: Sequence[SequenceView], budgets: Sequence[Budget]) -> Collection[int]:
-        return ()
-
-    def unread(self, seq: SequenceView) -> int:
-        length: int = seq.length  # type: ignore[attr-defined]
-        return length - self._session.length(_row(seq))
-
-    def bound(self, rows: int, columns: int) -> None:
-        """Nothing: the engine bounds the target's cache."""
-
-    @contextmanager
-    def _kept_whole(self) -> Iterator[None]:
-        yield
-
-    def _can_read(self, seq: SequenceView) -> bool:
-        return True
-
-    def _row(self, seq: SequenceView) -> CachedText:
-        return CachedText(_row(seq), seq, seq.tokens, len(seq.tokens) - self.unread(seq))
-
-    def _limit(self, seq: SequenceView, budget: Budget) -> int:
-        """No branches of a search: the target's cache holds them in an order of its own."""
-        return 0 if seq.tree.tokens else super()._limit(seq, budget)
-
-
-def _row(seq: SequenceView) -> int:
-    """The sequence's row in the target's cache, which the engine's sequences have."""
-    row: int = seq.cache_row  # type: ignore[attr-defined]
-    return row
 
 
 def _copy(target: LanguageModel) -> LanguageModel:

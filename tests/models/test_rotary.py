@@ -62,7 +62,13 @@ def test_text_equals_transformers(name: str, length: int) -> None:
     ids = prompt(length)
     expected = theirs(name, ids)
     model = LanguageModel(scaled(name))
-    others = (oracle("wrong", expected, 64), oracle("random", expected, 64), tiny(MODELS[name][0]), "suffix")
+    others = (
+        oracle("wrong", expected, 64),
+        oracle("random", expected, 64),
+        tiny(MODELS[name][0]),
+        "suffix",
+        "early_exit:1",
+    )
     turn = PROMPTS.index(length) + list(MODELS).index(name)
     for draft in (None, oracle("perfect", expected, 64), oracle("half", expected, 64), others[turn % len(others)]):
         assert SpecGenerator(model, draft).generate(ids, **OPTIONS).sequences.tolist() == expected, draft
@@ -94,7 +100,7 @@ def test_beams(name: str, length: int) -> None:
     """Branches cross the switch together, whatever they share; also where all of them are read again, in chunks."""
     ids = prompt(length)
     expected = theirs(name, ids, num_beams=3)
-    for draft in (None, "suffix", oracle("half", expected, 64), scaled(name)):
+    for draft in (None, "suffix", "early_exit:1", oracle("half", expected, 64), scaled(name)):
         chunk = 2048 if draft is None or draft == "suffix" else 7
         out = SpecGenerator(scaled(name), draft).generate(ids, **OPTIONS, num_beams=3, prefill_chunk_size=chunk)
         assert out.sequences.tolist() == expected, draft

@@ -1,7 +1,8 @@
-"""The target in 4 bits as its own draft, over the target's keys and values."""
+"""Drafts made of the target, over the target's keys and values: its first layers, and the target in 4 bits."""
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -12,8 +13,9 @@ from specdec.errors import DraftError, OptionError, UnsupportedError
 from specdec.models import LanguageModel
 from specdec.models.backends.kv_session import KvSession
 from specdec.models.loading import lighten
-from specdec.proposers import HybridDraft, QuantizedDraft, SuffixDraft
-from tests.matrix import endless
+from specdec.proposers import EarlyExitDraft, HybridDraft, QuantizedDraft, SuffixDraft
+from specdec.proposers.self_drafts import SelfProposer
+from tests.matrix import STRATEGIES, endless, in_pairs
 from tests.speech import whisper
 from tests.tiny import tiny, tiny_inputs
 
@@ -21,14 +23,26 @@ WIDE = {"hidden_size": 64, "intermediate_size": 128}  # groups of 32 weights
 PROMPTS = [[5, 9, 12, 30, 31, 7], [8, 30, 31, 7, 22, 9, 41, 6, 11, 5], [11, 3]]
 
 
+KINDS = ["early_exit:1", "quantized"]
+
+
 def wide(seed: int = 0) -> Any:
     return tiny("llama", seed=seed, **WIDE)
 
 
-@pytest.mark.parametrize("backend", ["eager", "packed"])
-@pytest.mark.parametrize(
-    "how",
-    [
+def agreeing(name: str) -> Any:
+    """A model whose layers after the first change little."""
+    model = tiny(name)
+    with torch.no_grad():
+        for weight in (weight for part, weight in model.named_parameters() if ".1." in part and "encoder." not in part):
+            weight.mul_(0.03)
+    return model
+
+
+@in_pairs(
+    kind=KINDS,
+    backend=["eager", "packed"],
+    how=[
         {},
         {"do_sample": True, "seed": 3, "temperature": 1.3},
         {"do_sample": True, "seed": 4, "sampling": "rejection"},
@@ -37,25 +51,29 @@ def wide(seed: int = 0) -> Any:
         {"num_beams": 3},
         {"guidance_scale": 1.5},
     ],
-    ids=str,
 )
-def test_texts_are_the_targets(how: dict[str, Any], backend: str) -> None:
+def test_texts_are_the_targets(kind: str, backend: str, how: dict[str, Any]) -> None:
     """Of ragged rows together, twice, so that the second call continues kept prefixes."""
     model = LanguageModel(wide(), backend=backend, owned=True)
     options = endless(20, **how)
     plain = {name: value for name, value in options.items() if name != "num_assistant_branches"}
-    generator = SpecGenerator(model, "quantized", schedule="constant", num_assistant_tokens=4)
+    generator = SpecGenerator(model, kind, schedule="constant", num_assistant_tokens=4)
     for prompts in (PROMPTS, [[*prompt, 4] for prompt in PROMPTS]):
         out = generator.generate(prompts, **options)
         if how.get("sampling") != "rejection":  # which draws other numbers with a draft
             assert out.sequences.tolist() == SpecGenerator(model).generate(prompts, **plain).sequences.tolist()
-        assert out.stats.num_draft_tokens > 0 or "num_beams" in how
+        assert out.stats.num_draft_tokens > 0
 
 
-def test_the_copy_reads_nothing_and_leaves_the_cache_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its passes begin behind the text in the target's rows, with one token of it, and its guesses are taken back."""
-    target = LanguageModel(wide(), owned=True)
-    draft = QuantizedDraft(target)
+@pytest.mark.parametrize("backend", ["eager", "packed"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_draft_reads_no_prompt(kind: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its passes begin behind the text in the target's rows, with one token of it, also in the next turn of a chat.
+
+    (An early exit had a cache of its own, and read every prompt a second time.)
+    """
+    target = LanguageModel(wide(), backend=backend, owned=True)
+    draft = EarlyExitDraft(target, 1) if kind != "quantized" else QuantizedDraft(target)
     passes: list[tuple[int, list[int]]] = []
     run = KvSession.run
 
@@ -72,18 +90,54 @@ def test_the_copy_reads_nothing_and_leaves_the_cache_as_it_was(monkeypatch: pyte
     text = out.sequences[0].tolist()
     assert {len(tokens) for _, tokens in passes} == {1}
     assert min(length for length, _ in passes) == 50
-    assert out.stats.num_accepted_draft_tokens > 0
+    assert len(passes) >= out.stats.num_draft_tokens > 0
     # What was kept of the text holds no key of a guess: the next turn gives the text of a fresh generator.
-    turn = [*text, 3, 4]
+    turn = [*text, *range(20, 40)]
+    passes.clear()
     again = generator.generate([turn], **endless(12))
+    assert {len(tokens) for _, tokens in passes} == {1}
+    assert min(length for length, _ in passes) == len(turn)
     assert again.stats.cached_prompt_tokens >= len(text) - 1
     assert again.sequences.tolist() == SpecGenerator(target).generate([turn], **endless(12)).sequences.tolist()
 
 
-def test_a_failing_pass_leaves_the_target_sound(monkeypatch: pytest.MonkeyPatch) -> None:
+@in_pairs(
+    name=["llama", "gpt2", "t5"],
+    backend=["eager", "packed"],
+    how=[{}, {"num_assistant_branches": 3}, {"num_beams": 3}, STRATEGIES["groups"]],
+)
+def test_guesses_leave_the_cache_as_it_was(
+    name: str, backend: str, how: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Texts and branches, bit for bit; guesses after branches that the target holds are right as well."""
+    target, propose = LanguageModel(agreeing(name), backend=backend, owned=True), SelfProposer.propose
+
+    def held(session: Any) -> tuple[Any, list[torch.Tensor]]:
+        sides = [side for pair in session.buffers.pairs() for side in pair]
+        rows = [(row.index, deepcopy(row.columns), row.tree.tokens, row.tree.parents) for row in session.rows]
+        return rows, [side[index, :, : columns.top].clone() for index, columns, *_ in rows for side in sides]
+
+    def watched(proposer: Any, *round_: Any) -> Any:
+        rows, columns = held(proposer._session)
+        trees = propose(proposer, *round_)
+        after = held(proposer._session)
+        assert rows == after[0]
+        assert all(map(torch.equal, columns, after[1]))
+        return trees
+
+    monkeypatch.setattr(SelfProposer, "propose", watched)
+    options = {**(tiny_inputs(name, 2) if name == "t5" else {"prompt": PROMPTS}), **endless(12)}
+    plain = SpecGenerator(target).generate(**options, **({} if "num_assistant_branches" in how else how))
+    out = SpecGenerator(target, "early_exit:1", schedule="constant", num_assistant_tokens=3).generate(**options, **how)
+    assert out.sequences.tolist() == plain.sequences.tolist()
+    assert 2 * out.stats.num_target_passes < plain.stats.num_target_passes
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_failing_pass_leaves_the_target_sound(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """An error amid a guess ends its request; requests beside it and later ones get their texts."""
     target = LanguageModel(wide(), owned=True)
-    generator = SpecGenerator(target, "quantized", schedule="constant", num_assistant_tokens=3)
+    generator = SpecGenerator(target, kind, schedule="constant", num_assistant_tokens=3)
     expected = SpecGenerator(target).generate(PROMPTS, **endless(10)).sequences.tolist()
 
     def fail(*_: Any, **__: Any) -> None:
@@ -97,11 +151,12 @@ def test_a_failing_pass_leaves_the_target_sound(monkeypatch: pytest.MonkeyPatch)
     assert generator.generate(PROMPTS, **endless(10)).sequences.tolist() == expected
 
 
-def test_it_shares_the_targets_memory() -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_draft_shares_the_targets_memory(kind: str) -> None:
     """No bytes are set aside for keys and values of its own: a budget that fits the target fits both."""
     target = LanguageModel(wide(), owned=True)
     size = 40 * target.kv_bytes
-    out = SpecGenerator(target, "quantized", kv_budget=size).generate([PROMPTS[0]], **endless(8))
+    out = SpecGenerator(target, kind, kv_budget=size).generate([PROMPTS[0]], **endless(8))
     assert out.sequences.tolist() == SpecGenerator(target).generate([PROMPTS[0]], **endless(8)).sequences.tolist()
     with pytest.raises(OptionError, match="kv_budget"):
         SpecGenerator(target, wide(1), kv_budget=size // 2).generate([PROMPTS[0]], **endless(8))
@@ -122,13 +177,12 @@ def test_a_changed_model_is_copied_anew() -> None:
     assert out.sequences.tolist() == SpecGenerator(model).generate(PROMPTS, **endless(10)).sequences.tolist()
 
 
-@pytest.mark.parametrize("backend", ["eager", "packed"])
-@pytest.mark.parametrize("how", [{}, {"num_assistant_branches": 3}], ids=str)
-def test_prompts_of_embeddings(how: dict[str, Any], backend: str) -> None:
+@in_pairs(kind=KINDS, backend=["eager", "packed"], how=[{}, {"num_assistant_branches": 3}])
+def test_prompts_of_embeddings(kind: str, backend: str, how: dict[str, Any]) -> None:
     """Their positions in the cache were taken for tokens, so that nothing was left to guess from: passes failed."""
     model = LanguageModel(wide(), backend=backend, owned=True)
     embeds = torch.randn(1, 8, 64, generator=torch.Generator().manual_seed(6))
-    generator = SpecGenerator(model, "quantized", schedule="constant", num_assistant_tokens=4)
+    generator = SpecGenerator(model, kind, schedule="constant", num_assistant_tokens=4)
     out = generator.generate(inputs_embeds=embeds, **endless(12, **how))
     expected = SpecGenerator(model).generate(inputs_embeds=embeds, **endless(12))
     assert out.sequences.tolist() == expected.sequences.tolist()
@@ -141,6 +195,16 @@ def test_an_encoder_decoder_shares_its_frames(name: str) -> None:
     expected = SpecGenerator(model).generate(**inputs, **endless(12)).sequences.tolist()
     generator = SpecGenerator(model, "quantized", schedule="constant", num_assistant_tokens=4)
     assert generator.generate(**inputs, **endless(12)).sequences.tolist() == expected
+
+
+@pytest.mark.parametrize("name", ["mamba2", "mpt"])
+def test_an_early_exit_beside_other_caches(name: str) -> None:
+    """It reads texts into a cache of its own where the target's cannot be shared."""
+    draft = EarlyExitDraft(LanguageModel(tiny(name)), 1)
+    assert draft.is_cached
+    out = SpecGenerator(tiny(name), draft, schedule="constant").generate(PROMPTS, **endless(8))
+    assert out.sequences.tolist() == SpecGenerator(tiny(name)).generate(PROMPTS, **endless(8)).sequences.tolist()
+    assert out.stats.num_draft_tokens > 0
 
 
 def test_words_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,7 +232,7 @@ def test_a_draft_of_another_target() -> None:
 
 
 def test_targets_that_it_is_not_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UnsupportedError, match=r"Mamba\w+ depend on .* name another draft"):
+    with pytest.raises(UnsupportedError, match=r"Mamba\w+ does not run on .* name another draft"):
         SpecGenerator(tiny("mamba"), "quantized")
     with pytest.raises(UnsupportedError, match=r"no linear layers in \w+"):
         SpecGenerator(wide().half(), "quantized")

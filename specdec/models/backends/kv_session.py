@@ -103,8 +103,9 @@ class KvSession(KvCache):
         if ragged.model.reads_embeds:
             embeds = [row.work.embeds for row in rows if row.work.embeds is not None]
             inputs = inputs._replace(ids=torch.cat(embeds)[None])
-        frames = () if cross is None else cross.buffers.pairs()
-        return inputs._replace(buffers=self.buffers.pairs(ragged.model.widths, self._like), frames=frames)
+        widths, frames = ragged.model.widths, [] if cross is None else cross.buffers.pairs()
+        buffers = self.buffers.pairs(widths, self._like)  # of more layers, where it runs the rows of a deeper model
+        return inputs._replace(buffers=buffers[: len(widths)], frames=frames[: len(widths)])
 
     @property
     def draft_chains(self) -> bool:  # type: ignore[override]

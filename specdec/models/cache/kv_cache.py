@@ -30,7 +30,7 @@ class CacheRow:
 class KvCache(Session):
     """The rows of a session over `KvBuffers`, which `KvSession` runs; `passes` counts its passes.
 
-    `over`: the session of a model with the same keys and values, whose rows this session runs.
+    `over`: the session of a model whose first layers have the same keys and values, and whose rows this session runs.
     Dead branches leave void columns behind, which are compacted now and then.
     """
 
@@ -44,8 +44,8 @@ class KvCache(Session):
         self.passes, self._language = 0, language
         self.cache_reset_length = language.capability.cache_reset_length
         if over is not None:
-            form, draft_form = ((spec.num_layers, spec.kv_bytes, spec.dtype) for spec in (over._language, language))
-            if form != draft_form:
+            form, draft_form = ((spec.kv_bytes // spec.num_layers, spec.dtype) for spec in (over._language, language))
+            if form != draft_form or language.num_layers > over._language.num_layers:
                 raise DraftError(
                     f"keys and values of the draft's model have another form than the target's ({draft_form}, {form}): "
                     "make the draft of this target"
