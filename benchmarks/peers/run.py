@@ -114,7 +114,7 @@ def tasks(args: argparse.Namespace) -> list[Task]:
     models = {name: getattr(args, name) for name in MODELS}
     drafted = args.gguf_draft if args.weights == "gguf" else args.draft
     ways = ("plain", "lookup", "model", "both") if drafted else ("plain", "lookup")
-    ways += ("auto",) if args.weights in ("float32", "bfloat16") else ()  # elsewhere it is the lookup
+    ways += ("auto",) if args.weights in ("float32", "bfloat16", "int8") else ()  # elsewhere it is the lookup
     found = [
         Task(name, args.weights, draft, models)
         for name, engine in ENGINES.items()

@@ -79,8 +79,8 @@ class EarlyExitDraft(SelfDraft):
 class QuantizedDraft(SelfDraft):
     """Drafts with a copy of the target in 4 bits (self-speculation: QuantSpec, arXiv 2502.10424, section 4).
 
-    Raises UnsupportedError for a target whose weights are rounded or not on a CPU, or whose cache holds more than keys
-    and values.
+    Raises UnsupportedError for a target with fewer than 8 bits or not on a CPU, or whose cache holds more than keys and
+    values.
     """
 
     def __init__(self, target: LanguageModel) -> None:

@@ -220,3 +220,24 @@ def test_a_model_is_not_judged_by_copies_that_missed(clock: Clock) -> None:
     assert tree.tokens == [*range(20, 26)]
     alone = ModelDraft(Counting(clock)).start(50)
     assert len(alone.propose([FakeSequence([*range(20)])], [missed.budget(6, 0.3, 0.05)])[0]) < 2
+
+
+@pytest.mark.parametrize(("copied", "count"), [(0.0, 6), (1.0, 0)])
+def test_copies_price_the_model_only_where_they_are(clock: Clock, copied: float, count: int) -> None:
+    """An answer began with five rounds without a guess, since copies had made the one before it six times as fast."""
+
+    class Counting(SlowModel):
+        seconds = 0.3
+
+        def logits(self, prefix: Sequence[int], encoding: int = 0) -> Tensor:
+            return 20 * one_hot(torch.tensor((prefix[-1] + 1) % self.vocab_size), self.vocab_size).float()
+
+    right = Acceptance()
+    for _ in range(30):
+        right = right.after([(0.99, True)] * 4, 4)
+    draft, seq = HybridDraft(SuffixDraft(), ModelDraft(Counting(clock))), FakeSequence([*range(20)])
+    draft.odds.acceptance, draft.odds.gap = right, 1.0
+    session = draft.start(50)
+    session._copied[seq.id] = copied
+    [tree] = session.propose([seq], [right.budget(6, 1.8, 0.3, pace=6.0)])
+    assert len(tree) == count
