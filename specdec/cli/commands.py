@@ -24,6 +24,7 @@ from specdec.cli.pair import demo, zoo
 from specdec.cli.request import (
     are_here,
     load_with_spinner,
+    of_one_answer,
     passed,
     read_prediction,
     read_prompt,
@@ -197,7 +198,7 @@ def generate(
     stats: bool,
 ) -> int:
     """Continue a prompt, or answer it (--chat). The text is the same with and without a draft."""
-    request = read_request(ctx.params)
+    request = of_one_answer(read_request(ctx.params))
     text = read_prompt(prompt)
     expected, request = read_prediction(prediction, request)
     content = with_images(text, image or [])

@@ -27,7 +27,7 @@ from specdec.bench.prompts import PromptText
 from specdec.bench.samples import Difference
 from specdec.cli import commands, main
 from specdec.cli.pair import comparison
-from specdec.cli.request import read_request
+from specdec.cli.request import of_one_answer, read_request
 from specdec.cli.show import Printer
 from specdec.cli.terminal import BROKEN_PIPE, EXAMPLES, Interrupt, loading, notes
 from specdec.errors import LoadError, OptionError, SpecdecError
@@ -359,6 +359,15 @@ def test_which_draft(flags: dict[str, Any], file: str, expected: str | None, tmp
     path = tmp_path / "c.yaml"
     path.write_text(file or "{}")
     assert read_request(params(config=path, **flags)).draft == expected
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [({}, "suffix"), ({"max_new_tokens": 140}, "auto"), ({"set_": ["max_length=60"]}, "auto"), ({"draft": "d"}, "d")],
+)
+def test_a_short_answer_does_not_pay_for_a_copy(flags: dict[str, Any], expected: str) -> None:
+    """The copy of a target took four seconds, and the answer of 48 tokens that it was made for three."""
+    assert of_one_answer(read_request(params(**flags))).draft == expected
 
 
 # ------------------------------------------------------------------------------------------------------------- output
