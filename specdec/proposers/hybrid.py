@@ -46,11 +46,10 @@ class Odds:
     copied: float = 0.0
     new: float = 1.0
 
-    def shares(self, budget: Budget) -> tuple[float, float]:
-        """What a pass of the model and a node take, beside the target's pass."""
-        # Until the model's pass is measured, it is assumed to take a fifth.
-        share = self.passes.at(1) / self.gap if self.passes.weight and self.gap else 0.2
-        return max(share, budget.pass_cost / budget.pace), budget.node_cost / budget.pace
+    @property
+    def share(self) -> float:
+        """What a pass of the model takes, beside the target's pass: a fifth, until it is measured."""
+        return self.passes.at(1) / self.gap if self.passes.weight and self.gap else 0.2
 
     def pace(self, share: float, most: int) -> float:
         """How many times as fast as plain decoding the model is with at most so many guesses, which take a `share`."""
@@ -189,7 +188,7 @@ class HybridProposer(Proposer):
 
         Where no copies are right, decoding is as fast as the model makes it, however fast it is elsewhere.
         """
-        share, node = self._odds.shares(budget)
+        share, node = max(self._odds.share, budget.pass_cost / budget.pace), budget.node_cost / budget.pace
         alone, copied = self._odds.pace(share + node, budget.limit), self._copied.get(seq.id, 0.0)
         pace = 1 / ((1 - copied) / alone + copied / max(budget.pace, alone))
         return pace * share, pace * node
@@ -219,7 +218,7 @@ class HybridProposer(Proposer):
         than what it would save meanwhile.
         """
         odds, gap = self._odds, self._odds.gap or 1.0
-        best = gap / odds.pace(sum(odds.shares(budget)), _FEW)
+        best = gap / odds.pace(odds.share + budget.node_cost / budget.pace, _FEW)
         without = odds.seconds / odds.tokens if odds.tokens else gap
         reading = unread * (gap / _FEW if odds.reading is None else odds.reading)
         share, young = odds.copied / odds.new, len(seq.tokens) < seq.prompt_length + _WAIT

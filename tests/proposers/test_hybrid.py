@@ -241,3 +241,23 @@ def test_copies_price_the_model_only_where_they_are(clock: Clock, copied: float,
     session._copied[seq.id] = copied
     [tree] = session.propose([seq], [right.budget(6, 1.8, 0.3, pace=6.0)])
     assert len(tree) == count
+
+
+def test_a_try_is_free(clock: Clock) -> None:
+    """A model that guessed badly for a while had to pay for each try, and so was never asked again."""
+    bad = Acceptance().after([(0.5, False)] * 30, 30)
+    draft = HybridDraft(SuffixDraft(), ModelDraft(SlowModel(clock)))
+    draft.odds.acceptance, draft.odds.gap = bad, 1.0
+    [tree] = draft.start(50).propose([FakeSequence([*range(20)])], [bad.budget(1, 0.0, 0.0)])
+    assert tree.source == "model"
+    assert len(tree) == 1
+
+
+def test_a_model_reads_for_several_sequences(clock: Clock) -> None:
+    """A pass that they share was counted for each of them in full, so that the model read nothing."""
+    draft, seqs = (
+        HybridDraft(SuffixDraft(), ModelDraft(SlowModel(clock))),
+        [FakeSequence([*range(40)], n) for n in range(6)],
+    )
+    draft.odds.gap = 1.0
+    assert len(draft.start(50).begin_round(seqs, [Acceptance().budget(32, 6 * 0.3, 0.1)] * 6)) == 6

@@ -176,8 +176,9 @@ def trusting(budget: Budget) -> Budget:
 
 
 def priced(budget: Budget, pass_cost: float, node_cost: float) -> Budget:
-    """A learned budget with other costs; one of a fixed length is unchanged."""
-    return replace(budget, pass_cost=pass_cost, node_cost=node_cost) if budget.edges is _EDGES else budget
+    """A learned budget with other costs; one of a fixed length, and one whose nodes are free to try, is unchanged."""
+    is_priced = budget.edges is _EDGES and budget.node_cost
+    return replace(budget, pass_cost=pass_cost, node_cost=node_cost) if is_priced else budget
 
 
 def _bin(confidence: float) -> int:
