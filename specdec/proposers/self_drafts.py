@@ -89,7 +89,7 @@ class QuantizedDraft(SelfDraft):
                 f"{type(target.model).__name__} does not run on buffers of keys and values "
                 f"({target.capability.reason}): draft='quantized' is not for it, name another draft"
             )
-        super().__init__(_copy(target), source="quantized")
+        super().__init__(_copy(target), source="quantized", shared_encoder=target.is_encoder_decoder)
 
     def __repr__(self) -> str:
         return "QuantizedDraft()"

@@ -197,6 +197,16 @@ def test_an_encoder_decoder_shares_its_frames(name: str) -> None:
     assert generator.generate(**inputs, **endless(12)).sequences.tolist() == expected
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_encoder_that_reads_embeddings(kind: str) -> None:
+    """A copy in 4 bits, which shares what the encoder says, was refused as if it had to read them."""
+    model, embeds = tiny("t5"), torch.randn(2, 7, 32, generator=torch.Generator().manual_seed(6))
+    expected = SpecGenerator(model).generate(inputs_embeds=embeds, **endless(12)).sequences.tolist()
+    out = SpecGenerator(model, kind, schedule="constant").generate(inputs_embeds=embeds, **endless(12))
+    assert out.sequences.tolist() == expected
+    assert out.stats.num_draft_tokens > 0
+
+
 @pytest.mark.parametrize("name", ["mamba2", "mpt"])
 def test_an_early_exit_beside_other_caches(name: str) -> None:
     """It reads texts into a cache of its own where the target's cannot be shared."""
@@ -224,11 +234,12 @@ def test_words_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert SpecGenerator(whisper(), "auto").draft is None
 
 
-def test_a_draft_of_another_target() -> None:
-    """It ended in the kernels' words about buffers."""
-    draft = QuantizedDraft(LanguageModel(tiny("llama", num_hidden_layers=3, **WIDE), owned=True))
+@pytest.mark.parametrize(("target", "source", "layers"), [("llama", "llama", 3), ("mpt", "gpt2", 2), ("gpt2", "t5", 2)])
+def test_a_draft_of_another_target(target: str, source: str, layers: int) -> None:
+    """It ended in words about buffers, of the kernels or of Python."""
+    draft = QuantizedDraft(LanguageModel(tiny(source, num_hidden_layers=layers), owned=True))
     with pytest.raises(DraftError, match="make the draft of this target"):
-        SpecGenerator(wide(), draft).generate([PROMPTS[0]], **endless(4))
+        SpecGenerator(tiny(target), draft).generate([PROMPTS[0]], **endless(4))
 
 
 def test_targets_that_it_is_not_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,7 +44,10 @@ class KvCache(Session):
         self.passes, self._language = 0, language
         self.cache_reset_length = language.capability.cache_reset_length
         if over is not None:
-            form, draft_form = ((spec.kv_bytes // spec.num_layers, spec.dtype) for spec in (over._language, language))
+            form, draft_form = (
+                (spec.capability.cache_kind, spec.is_encoder_decoder, spec.kv_bytes // spec.num_layers, spec.dtype)
+                for spec in (over._language, language)
+            )
             if form != draft_form or language.num_layers > over._language.num_layers:
                 raise DraftError(
                     f"keys and values of the draft's model have another form than the target's ({draft_form}, {form}): "
