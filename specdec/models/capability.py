@@ -80,13 +80,13 @@ def kv_capability(positions: Positions, kinds: tuple[AttentionKind, ...]) -> Cap
     return Capability("kv", positions, "dict" if len(kinds) > 1 else "single", kinds)
 
 
-def kv_width(config: Any) -> int:
-    """Numbers that the widest layer of a text decoder keeps of a position, keys and values together.
+def kv_width(config: Any, layers: int | None = None) -> int:
+    """Numbers that the widest layer of a text decoder, or of its first `layers`, keeps of a position: keys and values.
 
     An estimate, for budgets and the sizes of buffers: a field of the config may be missing, whatever others say.
     """
     if getattr(config, "is_heterogeneous", False):  # layers of different widths, each with a config
-        return max(map(kv_width, config.per_layer_config))
+        return max(map(kv_width, config.per_layer_config[:layers]))
     heads = _number(config, "decoder_attention_heads", "num_attention_heads", "num_heads", "n_head", "n_heads") or 1
     hidden = _number(config, "hidden_size", "d_model", "n_embd") or 1
     shared = getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False)

@@ -7,17 +7,20 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from specdec import SpecGenerator, kernels
 from specdec.errors import DraftError, OptionError, UnsupportedError
 from specdec.models import LanguageModel
 from specdec.models.backends.kv_session import KvSession
+from specdec.models.hf.tiny_models import SIZES, built
 from specdec.models.loading import lighten
 from specdec.proposers import EarlyExitDraft, HybridDraft, QuantizedDraft, SuffixDraft
 from specdec.proposers.self_drafts import SelfProposer
 from tests.matrix import STRATEGIES, endless, in_pairs
 from tests.speech import whisper
 from tests.tiny import tiny, tiny_inputs
+from tests.versions import OLD
 
 WIDE = {"hidden_size": 64, "intermediate_size": 128}  # groups of 32 weights
 PROMPTS = [[5, 9, 12, 30, 31, 7], [8, 30, 31, 7, 22, 9, 41, 6, 11, 5], [11, 3]]
@@ -195,6 +198,18 @@ def test_an_encoder_decoder_shares_its_frames(name: str) -> None:
     expected = SpecGenerator(model).generate(**inputs, **endless(12)).sequences.tolist()
     generator = SpecGenerator(model, "quantized", schedule="constant", num_assistant_tokens=4)
     assert generator.generate(**inputs, **endless(12)).sequences.tolist() == expected
+
+
+@pytest.mark.skipif(OLD, reason="transformers has no such models")
+def test_layers_of_different_widths() -> None:
+    """The first layers of Gemma 4 are narrower than its widest, and were taken for layers of another model."""
+    none = dict.fromkeys(["hidden_size_per_layer_input", "vocab_size_per_layer_input", "num_kv_shared_layers"], 0)
+    sizes = {**SIZES["llama"], "head_dim": 8, "global_head_dim": 16, "vocab_size": 64, **none}
+    layers = ["sliding_attention", "full_attention"]
+    model = built(AutoConfig.for_model("gemma4_text", **sizes, layer_types=layers))
+    out = SpecGenerator(model, "early_exit:1", schedule="constant").generate(PROMPTS, **endless(12))
+    assert out.sequences.tolist() == SpecGenerator(model).generate(PROMPTS, **endless(12)).sequences.tolist()
+    assert out.stats.num_draft_tokens > 0
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -13,6 +13,7 @@ from specdec.errors import DraftError, OptionError
 from specdec.models.cache.buffers import KvBuffers
 from specdec.models.cache.cross_attention import CrossAttention
 from specdec.models.cache.layout import ColumnMap
+from specdec.models.capability import kv_width
 from specdec.models.encoding import Encoding
 from specdec.models.protocols import ModelSpec, Prefix, Session
 
@@ -44,11 +45,12 @@ class KvCache(Session):
         self.passes, self._language = 0, language
         self.cache_reset_length = language.capability.cache_reset_length
         if over is not None:
+            layers = language.num_layers
             form, draft_form = (
-                (spec.capability.cache_kind, spec.is_encoder_decoder, spec.kv_bytes // spec.num_layers, spec.dtype)
+                (spec.capability.cache_kind, spec.is_encoder_decoder, kv_width(spec.config, layers), spec.dtype)
                 for spec in (over._language, language)
             )
-            if form != draft_form or language.num_layers > over._language.num_layers:
+            if form != draft_form or layers > over._language.num_layers:
                 raise DraftError(
                     f"keys and values of the draft's model have another form than the target's ({draft_form}, {form}): "
                     "make the draft of this target"
