@@ -39,7 +39,8 @@ def round_weight(
         if isinstance(weight, PackedLinear) and weight.kind in FLOATS:
             floats = weight.packed[blocks]
         else:
-            rows = weight.rows(torch.arange(first, last)) if isinstance(weight, PackedLinear) else weight[first:last]
+            ids = torch.arange(first, last, device="cpu")
+            rows = weight.rows(ids) if isinstance(weight, PackedLinear) else weight[first:last]
             rows = rows if rows.dtype == torch.bfloat16 else rows.float()
             floats = packed(rows, rows.dtype).contiguous().view(rows.dtype)
         ops.round_weight(floats, inputs, *parts)
