@@ -2,7 +2,8 @@
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from specdec import LanguageModel, SpecGenerator
 from specdec.core.budget import Budget
 from specdec.core.draft_schedules.cost import Cost
+from specdec.core.draft_schedules.estimates import Acceptance
 from tests.matrix import endless, slow, with_kinds
 from tests.oracle import KINDS, oracle
 from tests.tiny import DECODERS, NAMES, tiny, tiny_inputs
@@ -102,6 +104,38 @@ def test_branching_drafts_keep_the_text(name: str) -> None:
     assert chains.sequences.tolist() == trees.sequences.tolist() == expected
     assert trees.stats.mean_acceptance_length > 1
     assert trees.stats.num_draft_tokens > 2 * chains.stats.num_draft_tokens
+
+
+@dataclass(frozen=True)
+class Beside:
+    """Chains of four guesses, with siblings or without."""
+
+    siblings: bool
+    max_tokens: ClassVar[int] = 4
+    max_branches: ClassVar[int] = 2
+
+    def budgets(self, seqs: Sequence[object]) -> list[Budget]:
+        return [Acceptance().budget(4, 0.0, 0.01, 1, siblings=self.siblings)] * len(seqs)
+
+    def after(self, round: object) -> "Beside":
+        return self
+
+
+@pytest.mark.parametrize("own", [{}, {"no_repeat_ngram_size": 2}], ids=["in one call", "pass by pass"])
+@pytest.mark.parametrize("name", COMMON)
+def test_siblings_keep_the_text(name: str, own: dict[str, int]) -> None:
+    """The next likeliest tokens beside each guess save passes of the target where the likeliest is wrong."""
+    model, assistant = tiny(name, vocab=VOCAB), noisy(tiny(name, vocab=VOCAB), 0.03)
+    prompts = prompt_for(name) if name == "whisper" else {"prompt": [[5, 9, 12], [8, 30, 31, 7, 22, 9, 41, 6], [11]]}
+    options = endless(24, **own)
+    expected = SpecGenerator(model).generate(**prompts, **options).sequences.tolist()
+    for draft in (assistant, ("suffix", assistant)):
+        generator = SpecGenerator(model, draft)
+        chains, wide = (generator.generate(**prompts, **options, schedule=Beside(some)) for some in (False, True))
+        assert chains.sequences.tolist() == wide.sequences.tolist() == expected
+        if draft is assistant and generator.target.capability.cache_kind == "kv":  # others verify no trees
+            assert wide.stats.num_draft_tokens >= chains.stats.num_draft_tokens
+            assert wide.stats.num_target_passes <= chains.stats.num_target_passes - (name == "llama")
 
 
 @pytest.mark.parametrize(("name", "trees"), [("llama", True), ("t5", True), ("mamba", False)])

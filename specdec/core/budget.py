@@ -21,7 +21,8 @@ class Budget:
     the beginning of a path, and `later` after others. `node_cost` of a node in the passes of draft and target, and
     `pass_cost` of a draft pass for all its sequences together, are in tokens that decoding makes in the same seconds.
     `pace`: how many times as fast as plain decoding rounds were of late. In the bins `untested`, few guesses were
-    verified yet: the first guess of a chain is proposed anyway, to learn.
+    verified yet: the first guess of a chain is proposed anyway, to learn. `siblings`: beside each guess of a chain,
+    other tokens that are worth their node may be proposed; no pass continues them.
     """
 
     limit: int
@@ -35,6 +36,7 @@ class Budget:
     pass_cost: float = 0.0
     pace: float = 1.0
     untested: frozenset[int] = frozenset()
+    siblings: bool = False
     _chances: dict[tuple[float, ...], float] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @classmethod
@@ -64,6 +66,10 @@ class Budget:
         """Whether a path's last node is worth verifying. Asked for each node that is proposed, unless it was drawn."""
         is_trial = len(path) == 1 and self.branches in (None, 1) and bisect_right(self.edges, path[0]) in self.untested
         return is_trial or (self._chance(path[:-1]) > 0 and self._chance(path) >= self.node_cost)
+
+    def keeps_sibling(self, path: Sequence[float]) -> bool:
+        """Whether the last node of a path, beside a chain, is worth verifying."""
+        return self.siblings and self._chance(path) >= self.node_cost
 
     def _chance(self, path: Sequence[float]) -> float:
         """The chance that a whole path is accepted."""

@@ -61,7 +61,8 @@ class ChainRule(NamedTuple):
     """How one call makes a whole chain: at most `most` guesses, by `choice` over `width` tokens.
 
     It goes on while a further pass pays by its `budget`, and ends after a token of `ends`. Unless the budget needs
-    confidences, every probability is returned as 1. With `needs_q`, q is returned as well.
+    confidences, every probability is returned as 1. With `needs_q`, q is returned as well; beside tokens that were not
+    drawn, the next `siblings` ones.
     """
 
     most: int
@@ -70,16 +71,18 @@ class ChainRule(NamedTuple):
     budget: Budget = Budget(1)
     ends: Collection[int] = ()
     needs_q: bool = False
+    siblings: int = 0
 
 
 class Chained(NamedTuple):
     """Chains: per sequence its (guess, probability) pairs, with NaN where the draft has no guess, and q.
 
-    `q`: `[guesses, vocab]` where the sequence's sampler needs it.
+    `q`: `[guesses, vocab]` where the sequence's sampler needs it. `siblings`: likewise pairs, for each guess.
     """
 
     guesses: Sequence[Sequence[tuple[int, float]]]
     q: Sequence[Tensor | None]
+    siblings: Sequence[Sequence[Sequence[tuple[int, float]]]]
 
 
 class SequenceView(Protocol):
@@ -135,6 +138,12 @@ class Sampler(Protocol):
         Of a search, after its best branch. Unless `confident`, the probability is returned as 1, which saves a sum over
         the vocabulary. NaN: no guess.
         """
+
+    def likeliest(
+        self, seq: SequenceView, guesses: list[int], logits: Tensor, count: int
+    ) -> Sequence[tuple[int, float]]:
+        """At most `count` tokens that may be proposed beside the one that `pick` returns, and their probabilities."""
+        return ()
 
     def expand(self, seq: SequenceView, ends: Sequence[Branch], logits: Tensor, budget: Budget) -> Level:
         """The new paths from draft `logits` `[ends, vocab]`; of a search, its steps.

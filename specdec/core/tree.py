@@ -43,14 +43,21 @@ class Tree:
         return len(self.tokens)
 
     def extended(self, tokens: list[int], confidence: list[float], source: str) -> Tree:
-        """This chain with more tokens, which were not drawn, behind its last one."""
-        q = None if self.q is None else [*self.q, *[_NO_Q] * len(tokens)]
-        return Tree.chain([*self.tokens, *tokens], [*(self.confidence or ()), *confidence], q, source)
+        """This tree with more tokens, which were not drawn, behind the last one of its trunk."""
+        q, count = None if self.q is None else [*self.q, *[_NO_Q] * len(tokens)], len(self)
+        parents = [self.trunk - 1, *range(count, count + len(tokens) - 1)]
+        sure = [*(self.confidence or ()), *confidence]
+        return Tree([*self.tokens, *tokens], [*self.parents, *parents[: len(tokens)]], sure, q, source)
 
     @property
     def is_chain(self) -> bool:
         """Whether every node continues the one before it."""
         return self.parents == list(range(-1, len(self.parents) - 1))
+
+    @property
+    def trunk(self) -> int:
+        """How many of the first nodes are a chain from the end of the text."""
+        return next((node for node, parent in enumerate(self.parents) if parent != node - 1), len(self.parents))
 
     def graft(self, other: Tree, leaves: Sequence[int] = ()) -> Tree:
         """This tree with `other` growing from its nodes `leaves`, by default the last one; keeps no confidences."""

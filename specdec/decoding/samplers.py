@@ -164,6 +164,16 @@ class GreedySampler:
         token, prob = picked(scores, key, confident=confident)
         return token, prob, torch.softmax(scores, dim=-1) if self.needs_q and not math.isnan(prob) else None
 
+    def likeliest(
+        self, seq: SequenceView, guesses: list[int], logits: Tensor, count: int
+    ) -> Sequence[tuple[int, float]]:
+        """None where tokens are drawn."""
+        if self.stream(seq)[0] is not None:
+            return ()
+        scores = process(self.processors, seq, guesses, fit(logits, self.width))
+        top = scores.softmax(-1).topk(min(count, len(scores)))
+        return list(zip(top.indices.tolist(), top.values.tolist(), strict=True))
+
     def expand(self, seq: SequenceView, ends: Sequence[Branch], logits: Tensor, budget: Budget) -> Level:
         return likeliest_children(torch.log_softmax(self._processed(seq, ends, logits), dim=-1), ends, budget)
 

@@ -56,28 +56,35 @@ inline bool any(Ints mask) {
 #endif
 }
 
-// The k-th largest of the scores, counted with its equals.
-inline float kth_largest(const float* scores, int64_t count, int64_t k) {
-  std::vector<float> heap(scores, scores + k);  // the k largest so far, the smallest of them first
-  std::make_heap(heap.begin(), heap.end(), std::greater<>());
-  auto offer = [&](float score) {
-    if (!(score > heap.front())) return;
-    std::pop_heap(heap.begin(), heap.end(), std::greater<>());
-    heap.back() = score;
-    std::push_heap(heap.begin(), heap.end(), std::greater<>());
+// The k largest of the scores and their tokens, best first, of equals the first tokens.
+template <class In>
+std::vector<std::pair<float, int64_t>> best_of(const In* scores, int64_t count, int64_t k) {
+  auto before = [](const auto& one, const auto& other) {
+    return one.first > other.first || (one.first == other.first && one.second < other.second);
   };
-  auto i = k;
+  std::vector<std::pair<float, int64_t>> heap;  // the worst of them first
+  int64_t i = 0;
+  for (; i < std::min(k, count); i++) heap.emplace_back(static_cast<float>(scores[i]), i);
+  std::make_heap(heap.begin(), heap.end(), before);
+  auto offer = [&](int64_t token) {
+    auto score = static_cast<float>(scores[token]);
+    if (!(score > heap.front().first)) return;
+    std::pop_heap(heap.begin(), heap.end(), before);
+    heap.back() = {score, token};
+    std::push_heap(heap.begin(), heap.end(), before);
+  };
   for (; i + LANES <= count; i += LANES)
-    if (any(floats(scores + i) > all(heap.front())))
-      for (int lane = 0; lane < LANES; lane++) offer(scores[i + lane]);
-  for (; i < count; i++) offer(scores[i]);
-  return heap.front();
+    if (any(floats(scores + i) > all(heap.front().first)))
+      for (int lane = 0; lane < LANES; lane++) offer(i + lane);
+  for (; i < count; i++) offer(i);
+  std::sort_heap(heap.begin(), heap.end(), before);
+  return heap;
 }
 
 // Scores below the k-th largest become -inf.
 inline void keep_largest(float* scores, int64_t count, int64_t k) {
   if (k >= count) return;
-  auto last = kth_largest(scores, count, k);
+  auto last = best_of(scores, count, k).back().first;
   for (int64_t i = 0; i < count; i++) scores[i] = scores[i] < last ? NEVER : scores[i];
 }
 

@@ -42,6 +42,7 @@ using Tensors = std::vector<at::Tensor>;
 struct Guess {
   int64_t token;
   double probability;
+  std::vector<std::pair<int64_t, double>> siblings;  // the next likeliest tokens, and their probabilities
 };
 
 // How guesses are chosen from logits: after filters the likeliest token, or the one that its noise favours.
@@ -52,46 +53,55 @@ struct Choice {
   bool is_plain() const { return filters.empty() && noise.empty(); }
 };
 
-// The likeliest token, where `most` is the largest score, and its probability: 1 unless it must be known.
+// The likeliest token, where `most` is the largest score, and its probability: 1 unless it must be known. Beside it, at
+// most so many siblings of a finite score.
 template <class In>
-Guess likeliest(const In* scores, int64_t count, float most, bool confident) {
-  int64_t token = 0;
-  while (static_cast<float>(scores[token]) != most) token++;
-  return {token, confident ? 1 / mass(scores, count, most) : 1};
+Guess likeliest(const In* scores, int64_t count, float most, bool confident, int64_t siblings) {
+  Guess guess{0, confident ? 1 / mass(scores, count, most) : 1, {}};
+  while (static_cast<float>(scores[guess.token]) != most) guess.token++;
+  if (siblings <= 0) return guess;
+  for (auto [score, token] : best_of(scores, count, siblings + 1))
+    if (token != guess.token && score != NEVER)
+      guess.siblings.emplace_back(token, std::exp(score - most) * guess.probability);
+  return guess;
 }
 
 // The rule of a row's chain: filters, noise of a choice, most guesses, number of tokens to choose from, tokens that end
-// the chain, edges, bases, rates, least chance, cost of a pass, whether probabilities are needed, and whether scores
-// are kept.
+// the chain, siblings of a guess, edges, bases, rates, least chance, cost of a pass, whether probabilities are needed,
+// and whether scores are kept.
 using Rule = std::tuple<std::vector<std::tuple<std::string, Numbers>>, std::vector<int64_t>, int64_t, int64_t,
-                        std::vector<int64_t>, Numbers, Numbers, Numbers, double, double, bool, bool>;
+                        std::vector<int64_t>, int64_t, Numbers, Numbers, Numbers, double, double, bool, bool>;
 
 // The chain of a row.
 struct Chain {
   Choice choice;
   int64_t most, width;
   std::vector<int64_t> ends;
+  int64_t siblings;
   std::vector<double> edges, bases, rates;
   double least, pass_cost;
   bool confident, keeps_scores;
-  std::vector<int64_t> tokens;
-  std::vector<double> probabilities;
+  std::vector<int64_t> tokens;        // each guess, and behind it its siblings
+  std::vector<double> probabilities;  // of these; 0 where a guess has fewer siblings
   Tensors scores;  // of every guess, after filters, if they are kept
   double chance = 1;
+  int64_t length = 0, guessed = -1;  // how many guesses, and the last of them
 
   explicit Chain(Rule rule) {
     std::vector<std::tuple<std::string, Numbers>> filters;
-    std::tie(filters, choice.noise, most, width, ends, edges, bases, rates, least, pass_cost, confident,
+    std::tie(filters, choice.noise, most, width, ends, siblings, edges, bases, rates, least, pass_cost, confident,
              keeps_scores) = std::move(rule);
     for (const auto& [name, numbers] : filters) choice.filters.push_back(filter(name, numbers));
   }
 
   // Adds a guess from logits `[vocab]`; returns whether the chain goes on, if a pass pays.
   bool grow(const at::Tensor& logits) {
-    auto step = static_cast<int64_t>(tokens.size());
-    auto [token, probability] = guess(logits, step);
-    tokens.push_back(token);
-    probabilities.push_back(probability);
+    auto step = length++;
+    auto [token, probability, others] = guess(logits, step);
+    others.insert(others.begin(), {token, probability});
+    others.resize(1 + siblings);
+    for (auto [other, chance] : others) tokens.push_back(other), probabilities.push_back(chance);
+    guessed = token;
     for (auto& filter : choice.filters) filter->follow(token);
     auto bin = std::upper_bound(edges.begin(), edges.end(), probability) - edges.begin();
     chance *= std::min(bases.at(bin) + probability * rates.at(bin), 1.0);
@@ -102,13 +112,13 @@ struct Chain {
  private:
   // Guess `step` from logits `[vocab]`; its probability is NaN if the largest score is not a number or infinite.
   Guess guess(const at::Tensor& logits, int64_t step) {
-    Guess none{0, std::nan("")};
+    Guess none{0, std::nan(""), {}};
     auto count = std::min(logits.size(-1), width);
     auto last = logits.contiguous();
     if (choice.is_plain() && !keeps_scores && last.scalar_type() == at::kBFloat16) {
       auto scores = last.const_data_ptr<at::BFloat16>();
       auto most = largest(scores, count);
-      return std::isfinite(most) ? likeliest(scores, count, most, confident) : none;
+      return std::isfinite(most) ? likeliest(scores, count, most, confident, siblings) : none;
     }
     auto copies = keeps_scores || !choice.is_plain();
     auto exact = last.slice(0, 0, count).to(at::kFloat, /*non_blocking=*/false, copies);
@@ -117,10 +127,10 @@ struct Chain {
     if (keeps_scores) scores.push_back(exact);
     auto most = largest(numbers, count);
     if (!std::isfinite(most)) return none;
-    if (choice.noise.empty()) return likeliest(numbers, count, most, confident);
+    if (choice.noise.empty()) return likeliest(numbers, count, most, confident, siblings);
     auto address = folded(static_cast<uint64_t>(choice.noise[0]), static_cast<uint64_t>(choice.noise[1] + step));
     auto token = drawn(numbers, count, most, address);
-    return {token, confident ? std::exp(numbers[token] - most) / mass(numbers, count, most) : 1};
+    return {token, confident ? std::exp(numbers[token] - most) / mass(numbers, count, most) : 1, {}};
   }
 };
 
@@ -266,7 +276,7 @@ struct Passes : torch::CustomClassHolder {
       for (int64_t place = 0; place < static_cast<int64_t>(rows.size()); place++) {
         auto& chain = chains[rows[place]];
         if (!chain.grow(outputs[0].select(0, 0).select(0, place))) continue;
-        next.push_back(rows[place]), places.push_back(place), tokens.push_back(chain.tokens.back());
+        next.push_back(rows[place]), places.push_back(place), tokens.push_back(chain.guessed);
         gain += chain.chance - chain.least, cost = std::max(cost, chain.pass_cost);
       }
       if (next.empty() || gain < cost) break;

@@ -88,8 +88,12 @@ class Feed(NamedTuple):
     work: Work
 
 
+SIBLINGS = 3
+"""The most tokens that are proposed beside a guess of a chain."""
+
+
 class ChainGrowth:
-    """A chain that grows for one sequence in this round; in the cache its guesses follow the text.
+    """A chain that grows for one sequence in this round, with siblings; in the cache its guesses follow the text.
 
     `readable`: how many ids the draft has embeddings for.
     """
@@ -100,6 +104,8 @@ class ChainGrowth:
         self.tokens: list[int] = []
         self.confidence: list[float] = []
         self.q: list[Tensor] = []
+        self.siblings: list[Sequence[tuple[int, float]]] = []  # of each guess, with their probabilities
+        self._num_siblings = SIBLINGS if budget.siblings else 0
         self.gain = 0.0  # what the next pass gains
 
     def first(self) -> Work:
@@ -114,6 +120,9 @@ class ChainGrowth:
             self.cached.num_text += work.num_text
         seq, task = self.seq, self.seq.task
         token, confidence, q = task.sampler.pick(seq, self.tokens, logits[-1], confident=self._confident)
+        if self._num_siblings:
+            likeliest = task.sampler.likeliest(seq, self.tokens, logits[-1], self._num_siblings + 1)
+            self.siblings.append([pair for pair in likeliest if pair[0] != token][: self._num_siblings])
         if not self._guess(token, confidence):
             return None
         if q is not None:
@@ -128,10 +137,18 @@ class ChainGrowth:
         task = self.seq.task
         if (choice := task.sampler.choice(self.seq)) is None:
             return None
-        return ChainRule(self.limit, width, choice, self.budget, task.ends, task.sampler.needs_q)
+        needs_q = task.sampler.needs_q
+        return ChainRule(self.limit, width, choice, self.budget, task.ends, needs_q, self._num_siblings)
 
-    def take_all(self, fed: Work, guesses: Sequence[tuple[int, float]], q: Tensor | None) -> None:
-        """Takes one call's guesses with probabilities and `q` `[guesses, vocab]`; the last is not cached."""
+    def take_all(
+        self,
+        fed: Work,
+        guesses: Sequence[tuple[int, float]],
+        q: Tensor | None,
+        siblings: Sequence[Sequence[tuple[int, float]]],
+    ) -> None:
+        """Takes one call's guesses with probabilities, `q` `[guesses, vocab]` and siblings; the last is not cached."""
+        self.siblings = list(siblings)
         self.cached.num_text += fed.num_text
         self.tokens, self.confidence = (list(some) for some in zip(*guesses, strict=True))
         self.cached.guesses = self.tokens[:-1]
@@ -140,7 +157,18 @@ class ChainGrowth:
             self.q = [*q[: len(self.tokens)]]
 
     def proposal(self, source: str) -> Tree:
-        return Tree.chain(self.tokens, self.confidence, torch.stack(self.q).float() if self.q else None, source)
+        """The chain, and behind it those siblings that are worth their node."""
+        tree = Tree.chain(self.tokens, self.confidence, torch.stack(self.q).float() if self.q else None, source)
+        beside = [
+            (at - 1, token, confidence)
+            for at, pairs in enumerate(self.siblings[: len(tree) + 1])
+            for token, confidence in pairs
+            if self.budget.keeps_sibling([*self.confidence[:at], confidence])
+        ]
+        if not beside:
+            return tree
+        parents, tokens, confidence = map(list, zip(*beside, strict=True))
+        return Tree(tree.tokens + tokens, tree.parents + parents, self.confidence + confidence, source=source)
 
     def _guess(self, token: int, confidence: float) -> bool:
         """Adds a guess unless it is invalid or not worth verifying; returns whether it did."""

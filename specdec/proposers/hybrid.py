@@ -228,10 +228,11 @@ class HybridProposer(Proposer):
 
     def _extended(self, seq: SequenceView, budget: Budget, tree: Tree) -> Tree:
         """The model's chain, and behind it copies of what followed the same tokens before, as far as they pay."""
-        room, sure = path_limit(seq, budget) - len(tree), tree.confidence
-        if room <= 0 or not sure or not tree.is_chain or seq.tree.tokens:
+        trunk, sure = tree.trunk, (tree.confidence or [])[: tree.trunk]
+        room = path_limit(seq, budget) - trunk
+        if room <= 0 or not sure or tree.depth > trunk or seq.tree.tokens:
             return tree
-        tokens, confidence = self._text.after(seq, tree.tokens, room)
+        tokens, confidence = self._text.after(seq, tree.tokens[:trunk], room)
         guessing = self._chosen[seq.id]
         count = len(worthwhile(confidence, trusting(guessing), [guessing.chance(one) for one in sure]))
         if not count:
@@ -248,7 +249,7 @@ class HybridProposer(Proposer):
         trees = self._inner.propose(seqs, budgets)
         seconds, levels = perf_counter() - began, max(tree.depth for tree in trees)
         if levels:  # there was one pass for each
-            nodes = (read + sum(map(len, trees))) / levels
+            nodes = (read + sum(len({*tree.parents}) for tree in trees)) / levels  # no pass continued the others
             self._odds.passes = self._odds.passes.add(nodes, seconds / levels)
         return {seq.id: tree for seq, tree in zip(seqs, trees, strict=True)}
 

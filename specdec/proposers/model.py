@@ -117,8 +117,8 @@ class GrowingProposer(Proposer):
         chained = self._session.draft_chain(rows, tokens, rules, embeds)
         if chained is None:
             return False
-        for (growth, work), guesses, q in zip(chains, chained.guesses, chained.q, strict=True):
-            growth.take_all(work, guesses, None if q is None else pad(q, (0, self._vocab_size - q.shape[-1])))
+        for (growth, work), guesses, q, siblings in zip(chains, *chained, strict=True):
+            growth.take_all(work, guesses, None if q is None else pad(q, (0, self._vocab_size - q.shape[-1])), siblings)
         return True
 
     def _embeds(self, feeds: Sequence[Feed]) -> list[Tensor] | None:

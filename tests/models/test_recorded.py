@@ -259,16 +259,26 @@ class TestPasses:
 
     @pytest.mark.parametrize("sampler", choosing(64).values(), ids=choosing(64))
     def test_chosen_in_chains(self, language: LanguageModel, sampler: GreedySampler) -> None:
-        """As the sampler picks them, whatever it suppresses, cuts off or draws."""
+        """As the sampler picks them and their siblings, whatever it suppresses, cuts off or draws."""
         twin = twin_of(language, 1)
         twin.prefill(9)
         session, row, text = twin.session, twin.rows[0], [7, 12, 5]
         fake = FakeSequence([*range(9), *text], prompt_length=4)
+        beside: list[dict[int, float]] = []
+
+        def pick(guesses: list[int], logits: torch.Tensor, confident: bool) -> tuple[int, float, torch.Tensor | None]:
+            token, sure, q = sampler.pick(fake, guesses, logits, confident=confident)
+            others = [(other, chance) for other, chance in sampler.likeliest(fake, guesses, logits, 4) if chance]
+            beside.append(dict([(other, chance) for other, chance in others if other != token][:3]))
+            return token, sure, q
+
         for confident in (True, False):
-            whole = self.picked(twin, row, text, 6, partial(sampler.pick, fake, confident=confident))
-            budget = CONFIDENT if confident else Budget(9)
-            given = ChainRule(6, 64, sampler.choice(fake), budget, needs_q=sampler.needs_q)
-            [found], [drawn_from] = session.draft_chain([row], [text], [given])
+            whole = self.picked(twin, row, text, 6, partial(pick, confident=confident))
+            budget, count = CONFIDENT if confident else Budget(9), 3 if confident else 0
+            given = ChainRule(6, 64, sampler.choice(fake), budget, needs_q=sampler.needs_q, siblings=count)
+            [found], [drawn_from], [siblings] = session.draft_chain([row], [text], [given])
+            for pairs, expected in zip(siblings, beside, strict=False):
+                assert dict(pairs) == (pytest.approx(expected, rel=1e-3) if count else {})
             session.truncate([row], [9])
             assert same_guesses(found, [(token, sure) for token, sure, _ in whole])
             assert (drawn_from is None) != sampler.needs_q

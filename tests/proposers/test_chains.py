@@ -28,6 +28,7 @@ TESTED = [(0.02, False), (0.05, False), (0.05, True), (0.3, True), (0.6, True), 
 BUDGETS = [
     Budget.sure(5), Budget.sure(1), Budget.sure(20, 0.1), Acceptance().budget(12, 0.05, 0.02, 1),
     Acceptance().after(TESTED, 7).budget(12, 0.01, 0.002, 1), Acceptance().after(TESTED, 7).budget(32, 0.0, 0.0, 1),
+    Acceptance().after(TESTED, 7).budget(12, 0.01, 0.01, 1, siblings=True),
 ]  # fmt: skip
 
 
@@ -48,7 +49,13 @@ class Chaining(FakeSession):
         while live and sum(gain for *_, gain in live) >= max(cost(rule) for _, rule, _ in live):
             live = [(chain, rule, gain) for chain, rule, _ in live if (gain := next(chain, None)) is not None]
         q = [torch.stack(own) if rule.needs_q else None for rule, (_, own) in zip(rules, found, strict=True)]
-        return Chained([guesses for guesses, _ in found], q)
+        siblings = [self.siblings(q[: len(guesses)], rule) for (guesses, q), rule in zip(found, rules, strict=True)]
+        return Chained([guesses for guesses, _ in found], q, siblings)
+
+    def siblings(self, q: list[Tensor], rule: ChainRule) -> list[list[tuple[int, float]]]:
+        count = rule.siblings if rule.choice.address is None else 0
+        tops = [chances.topk(1 + count) for chances in q]
+        return [list(zip(top.indices.tolist(), top.values.tolist(), strict=True))[1:] for top in tops]
 
     def grow(
         self, row: int, text: list[int], rule: ChainRule, into: tuple[list[tuple[int, float]], list[Tensor]]
@@ -98,18 +105,20 @@ def test_as_pass_by_pass(budget: Budget, sampler: GreedySampler) -> None:
     for _ in range(60):
         trees = [session.propose([row], [budget])[0] for session, row in zip(sessions, rows, strict=True)]
         one, other = trees
-        assert one.tokens == other.tokens
+        assert (one.tokens, one.parents) == (other.tokens, other.parents)
         assert one.confidence == pytest.approx(other.confidence)
+        assert len(one) == one.depth or budget.siblings
         assert (one.q is None) == (other.q is None) == (not sampler.needs_q or not one.tokens)
         if one.q is not None:
             torch.testing.assert_close(other.q, one.q)
         lengths.add(len(one))
-        accepted = chance.randrange(len(one) + 1)
+        chain = one.tokens[: one.trunk]
+        accepted = chance.randrange(len(chain) + 1)
         bonus = chance.randrange(50)
         held = [next(iter(model.sessions[-1].held.values())) for model in models]
-        assert [*rows[0].tokens, *one.tokens][: len(held[0])] == held[0] == held[1]
-        for session, row, tree in zip(sessions, rows, trees, strict=True):
-            follow(session, row, tree.tokens, accepted, bonus)
+        assert [*rows[0].tokens, *chain][: len(held[0])] == held[0] == held[1]
+        for session, row in zip(sessions, rows, strict=True):
+            follow(session, row, chain, accepted, bonus)
     assert models[1].sessions[-1].calls == 60
     assert not models[1].fed  # no pass beside them
     assert len(lengths) > 1 or budget.limit == 1 or not budget.needs_confidence

@@ -12,10 +12,12 @@ from specdec.core.budget import Budget
 from specdec.core.draft_schedules.estimates import Acceptance, LinearFit
 from specdec.core.drafts import SequenceView
 from specdec.core.tree import Tree
+from specdec.decoding.processors import Processors
+from specdec.decoding.samplers import GreedySampler
 from specdec.errors import OptionError
 from specdec.proposers import HybridDraft, ModelDraft, SuffixDraft
 from specdec.proposers import hybrid as module
-from tests.proposers.fakes import FakeBudget, FakeModel, FakeSequence, OwnProposer, follow
+from tests.proposers.fakes import FakeBudget, FakeModel, FakeSequence, OwnProposer, follow, task
 
 
 class Clock:
@@ -165,14 +167,18 @@ def test_a_chain_goes_on_with_copies(clock: Clock) -> None:
         def logits(self, prefix: Sequence[int], encoding: int = 0) -> Tensor:
             return 20 * one_hot(torch.tensor((prefix[-1] + 1) % self.vocab_size), self.vocab_size).float()
 
-    model = Counting(clock)
-    session = HybridDraft(SuffixDraft(), ModelDraft(model)).start(50)
-    budget = Budget(30, bases=(0.9,), later=0.9, pass_cost=0.5)
-    [tree] = session.propose([FakeSequence([*range(10, 45), 5, 9])], [budget])
-    assert tree.tokens == [*range(10, 10 + len(tree))]
-    assert tree.source == "model+suffix"
-    assert model.passes < 8
-    assert len(tree) > 2 * model.passes
+    for siblings in (False, True):
+        model = Counting(clock)
+        session = HybridDraft(SuffixDraft(), ModelDraft(model)).start(50)
+        budget = Budget(30, bases=(0.9,), later=0.9, pass_cost=0.5, siblings=siblings)
+        seq = FakeSequence([*range(10, 45), 5, 9], task=task(GreedySampler(Processors(), 50)))
+        [tree] = session.propose([seq], [budget])
+        [path] = [tree.path(node) for node in range(len(tree)) if len(tree.path(node)) == tree.depth]
+        assert [tree.tokens[node] for node in path] == [*range(10, 10 + tree.depth)]
+        assert tree.source == "model+suffix"
+        assert model.passes < 8
+        assert tree.depth > 2 * model.passes
+        assert (len(tree) > tree.depth) == siblings
 
 
 @pytest.mark.parametrize(

@@ -143,7 +143,8 @@ class Cost:
         # A try of a single token needs no tree.
         if self.branches or not self.widest or limit <= 1 or not self._nodes_are_cheap:
             branches = self.branches or (1 if self.widest else None)
-            return self.acceptance.budget(limit, pass_cost, node_cost, branches, pace)
+            siblings = bool(self.widest and not self.branches and node_cost)
+            return self.acceptance.budget(limit, pass_cost, node_cost, branches, pace, siblings=siblings)
         # The cost of a wide pass is unknown until one was measured, so trees grow step by step.
         nodes = int(_GROWTH * self.seconds.widest_nodes)
         branches = min(self.widest, max(2, nodes // limit))

@@ -76,18 +76,26 @@ class Acceptance:
         return frozenset(number for number, (tested, _, _) in enumerate(self.bins) if tested < _TRIALS)
 
     def budget(
-        self, limit: int, pass_cost: float, node_cost: float, branches: int | None = None, pace: float = 1.0
+        self,
+        limit: int,
+        pass_cost: float,
+        node_cost: float,
+        branches: int | None = None,
+        pace: float = 1.0,
+        *,
+        siblings: bool = False,
     ) -> Budget:
         """A budget whose chances are these."""
-        bases, rates = self.chances
-        costs = node_cost, pass_cost, pace
-        return Budget(limit, branches, _EDGES, bases, rates, self.mean, self.later, *costs, self.untested)
+        return self.within(
+            Budget(limit, branches, _EDGES, node_cost=node_cost, pass_cost=pass_cost, pace=pace, siblings=siblings)
+        )
 
     def within(self, budget: Budget) -> Budget:
         """A budget with the costs of `budget` and these chances; one of a fixed length is unchanged."""
         if budget.edges is not _EDGES:
             return budget
-        return self.budget(budget.limit, budget.pass_cost, budget.node_cost, budget.branches, budget.pace)
+        bases, rates = self.chances
+        return replace(budget, bases=bases, rates=rates, first=self.mean, later=self.later, untested=self.untested)
 
     def after(self, tested: Sequence[tuple[float, bool]], levels: float) -> Acceptance:
         """With these (confidence, accepted) guesses of a proposal on `levels` levels; the memory is about 200 long."""

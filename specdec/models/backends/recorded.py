@@ -162,9 +162,13 @@ def draft_chain(
     buffers = [side for pair in (*first.buffers, *first.frames) for side in pair]
     arguments = first.tensors, steps.positions, steps.tables, encoders, buffers, list(map(_numbers, rules)), embeddings
     tokens, probabilities, scores = passes.draft_chain(*arguments)
-    guesses = [list(zip(*chain, strict=True)) for chain in zip(tokens, probabilities, strict=True)]
-    rest = iter(scores)
-    return Chained(guesses, [next(rest).softmax(-1) if rule.needs_q else None for rule in rules])
+    rest, guesses, siblings = iter(scores), [], []
+    for rule, chain in zip(rules, zip(tokens, probabilities, strict=True), strict=True):
+        pairs, width = list(zip(*chain, strict=True)), 1 + rule.siblings
+        guesses.append(pairs[::width])
+        groups = (pairs[at + 1 : at + width] for at in range(0, len(pairs), width))
+        siblings.append([[pair for pair in group if pair[1]] for group in groups])  # 0: there was none
+    return Chained(guesses, [next(rest).softmax(-1) if rule.needs_q else None for rule in rules], siblings)
 
 
 def _numbers(rule: ChainRule) -> tuple[object, ...]:
@@ -175,7 +179,8 @@ def _numbers(rule: ChainRule) -> tuple[object, ...]:
     budget = rule.budget
     bins = [*budget.edges], [*budget.bases], [*budget.rates]
     costs = budget.node_cost / budget.later, budget.pass_cost / budget.later
-    return *chosen, rule.most, rule.width, [*rule.ends], *bins, *costs, budget.needs_confidence, rule.needs_q
+    chain = rule.most, rule.width, [*rule.ends], rule.siblings
+    return *chosen, *chain, *bins, *costs, budget.needs_confidence, rule.needs_q
 
 
 def example(model: RaggedModel, sizes: Sizes) -> PassInputs:
