@@ -46,6 +46,9 @@ inline Floats column(const c10::BFloat16* block, int64_t number) {
   return (Floats)(number % 2 ? pairs & 0xffff0000u : pairs << 16);
 }
 
+// 0 for 0.
+inline Floats inverse_of(Floats numbers) { return numbers == 0 ? Floats{} : 1 / numbers; }
+
 struct Range {
   Floats scale, min;
 };
@@ -57,14 +60,13 @@ Range best_range(const Floats* group, int64_t count) {
   auto middle = (high + low) / 2, reach = (high - low) / 2, smallest = all(std::numeric_limits<float>::infinity());
   Range best{{}, middle};
   for (auto shrink : SHRINKS) {
-    auto scale = reach * shrink / 7.5f, begin = middle - reach * shrink;
-    auto inverse = scale == 0 ? Floats{} : 1 / scale;
+    auto scale = reach * shrink / 7.5f, begin = middle - reach * shrink, inverse = inverse_of(scale);
     Floats squares{};
     for (int64_t k = 0; k < count; k++) {
-      auto level = least(most(whole((group[k] - begin) * inverse), Floats{}), all(15));
-      auto error = fused(level, scale, begin - group[k]);
+      auto place = (group[k] - begin) * inverse, error = place - least(most(whole(place), Floats{}), all(15));
       squares = fused(error, error, squares);
     }
+    squares *= scale * scale;
     best.scale = squares < smallest ? scale : best.scale;
     best.min = squares < smallest ? begin : best.min;
     smallest = least(squares, smallest);
@@ -121,11 +123,11 @@ Floats round_to_4(const In* block, const Packed& to, std::vector<Range>& ranges)
   for (int64_t group = 0; group < to.groups; group++) {
     auto scales = to.scales + group * BLOCK, mins = to.mins + group * BLOCK;
     put(scales, ranges[group].scale / factor), put(mins, ranges[group].min / factor);
-    auto scale = floats(scales), min = floats(mins);
+    auto min = floats(mins), inverse = inverse_of(floats(scales));
     auto count = read(block, group, to.inputs, values);
     Words chunks[GROUP / 8]{};
     for (int64_t k = 0; k < count; k++) {
-      auto levels = scale == 0 ? Floats{} : least(most((values[k] / factor - min) / scale, Floats{}), all(15));
+      auto levels = least(most((values[k] / factor - min) * inverse, Floats{}), all(15));
       chunks[k / 8] |= (Words)nearest(levels) << PLACES[k % 8];
     }
     for (int64_t i = 0; i < GROUP / 8; i++) store(to.chunks + (group * (GROUP / 8) + i) * CHUNK, chunks[i]);
