@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -53,6 +54,20 @@ struct Suppress : Filter {
     for (auto token : tokens)
       if (token < count) scores[token] = NEVER;
   }
+};
+
+// penalty, tokens: the scores of the text's tokens are divided by the penalty, or multiplied if they are below 0.
+struct Repetition : Filter {
+  float penalty;
+  std::set<int64_t> tokens;
+  explicit Repetition(const Numbers& numbers) : penalty(static_cast<float>(numbers[0])) {
+    for (auto token : tokens_of(numbers, 1)) tokens.insert(token);
+  }
+  void apply(float* scores, int64_t count, int64_t) const override {
+    for (auto token : tokens)
+      if (token < count) scores[token] = scores[token] < 0 ? scores[token] * penalty : scores[token] / penalty;
+  }
+  void follow(int64_t token) override { tokens.insert(token); }
 };
 
 // temperature
@@ -126,6 +141,7 @@ inline std::unique_ptr<Filter> filter(const std::string& name, const Numbers& nu
   };
   static const std::map<std::string, Maker> kinds{
       {"suppress", {make_filter<Suppress>, 2}},
+      {"repetition", {make_filter<Repetition>, 1}},
       {"temperature", {make_filter<Temperature>, 1}},
       {"top", {make_filter<Top>, 3}},
       {"timestamps", {make_filter<Timestamps>, 5}},

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from transformers import TemperatureLogitsWarper
+from transformers import RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper
 
 from specdec.core.budget import Budget
 from specdec.core.drafts import Commit, Draft, DraftTask, Proposer, Sampler, SequenceView
@@ -68,6 +68,7 @@ def choosing(width: int) -> dict[str, GreedySampler]:
     return {
         "likeliest": GreedySampler(Processors(), width),
         "suppressed": GreedySampler(Processors((Suppress([1, 2, 49, 50, width]), MinLength(2, [30]))), width),
+        "repetitions": GreedySampler(Processors((RepetitionPenaltyLogitsProcessor(5.0), Suppress([4]))), width),
         "drawn": CoupledSampler(Processors(), width, seed=3),
         "top-k": CoupledSampler(Processors((TemperatureLogitsWarper(0.7), Top(9))), width, seed=5),
         "top-p": CoupledSampler(Processors((Top(p=0.8),)), width, seed=6),

@@ -185,7 +185,7 @@ ASKED = {
     "own sampler": Contrary(Processors(), 50),
     "typical": GreedySampler(Processors((stock.TypicalLogitsWarper(0.9),)), 50),
     "least probability": GreedySampler(Processors((stock.MinPLogitsWarper(0.1),)), 50),
-    "repetitions": GreedySampler(Processors((stock.RepetitionPenaltyLogitsProcessor(1.5),)), 50),
+    "repetitions": GreedySampler(Processors((stock.RepetitionPenaltyLogitsProcessor(1.5, 1),)), 50),
     "one of two": GreedySampler(Processors((Suppress([4]), OutputPenalty(1, 0.5, 0.5))), 50),
     "after the begin": GreedySampler(Processors((Timestamps(40, 3, 30),)), 50),
     "no say": None,
@@ -208,6 +208,8 @@ def test_what_numbers_say() -> None:
     over = Processors((SuppressAtBegin([3], 2), MinLength(3, [3]), Suppress([5, 4, -1]), Top(p=0.5)))
     said = [Filter("suppress", (0, math.inf, 4, 5)), Filter("top", (0, 0.5, 1))]
     assert GreedySampler(over, 50).choice(row) == Choice(said)
+    repeated = GreedySampler(Processors((stock.RepetitionPenaltyLogitsProcessor(1.5),)), 50)
+    assert repeated.choice(FakeSequence([7, 3, 9, 7])) == Choice([Filter("repetition", (1.5, 3, 7, 9))])
     begin = Processors((SuppressAtBegin([3], 5), MinLength(4, [2])))
     said = [Filter("suppress", (2, 3, 3)), Filter("suppress", (0, 1, 2))]
     assert GreedySampler(begin, 50).choice(row) == Choice(said)

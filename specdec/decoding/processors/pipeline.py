@@ -141,6 +141,12 @@ def _suppressed(item: Suppress, text: Text) -> list[Filter]:
     return [Filter("suppress", (first, end, *(token for token in item.tokens if token >= 0)))] if end > 0 else []
 
 
+def _repetition(item: stock.RepetitionPenaltyLogitsProcessor, text: Text) -> list[Filter] | None:
+    if item.prompt_ignore_length is not None:
+        return None
+    return [Filter("repetition", (item.penalty, *sorted(set(text))))]
+
+
 def _timestamps(item: Timestamps, text: Text) -> list[Filter] | None:
     if item.begin > len(text):
         return None
@@ -155,6 +161,7 @@ _KINDS: dict[type, Callable[[Any, Text], list[Filter] | None]] = {
     SuppressAtBegin: _suppressed,
     MinLength: _suppressed,
     MinNewTokens: _suppressed,
+    stock.RepetitionPenaltyLogitsProcessor: _repetition,
     stock.TemperatureLogitsWarper: lambda item, text: [Filter("temperature", (item.temperature,))],
     Top: lambda item, text: [Filter("top", (item.k, item.p, item.min_tokens_to_keep))],
     Timestamps: _timestamps,
