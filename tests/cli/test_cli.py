@@ -432,7 +432,7 @@ def talk(chatty: str, monkeypatch: pytest.MonkeyPatch, called: Any) -> Any:
 
     def call(*lines: str, flags: tuple[str, ...] = (), target: str = chatty, code: int = 0) -> Any:
         monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
-        return called("chat", target, *NEW, *flags, code=code)
+        return called("chat", target, "-n", "12", *flags, code=code)
 
     return call
 
