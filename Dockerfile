@@ -7,7 +7,7 @@ RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /
 WORKDIR /opt/specdec
 COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY specdec specdec
-RUN pip install --no-cache-dir -c constraints.txt --extra-index-url https://download.pytorch.org/whl/cpu '.[serve,gguf]'
+RUN pip install --no-cache-dir -c constraints.txt --extra-index-url https://download.pytorch.org/whl/cpu '.[serve]'
 
 # Kernels and models from the hub: keep this folder over restarts.
 RUN useradd --create-home specdec && mkdir /cache && chown specdec /cache

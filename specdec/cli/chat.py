@@ -36,7 +36,9 @@ def chat(
         None, metavar="TARGET", help="Hub id, folder or GGUF file of a chat model; may come from --config."
     ),
     system: str | None = flags.flag("System message.", metavar="TEXT"),
-    max_new_tokens: int | None = flags.flag(f"Length limit of an answer; {NEW_TOKENS} if nothing sets one."),
+    max_new_tokens: int | None = flags.flag(
+        f"Length limit of an answer; {NEW_TOKENS} if nothing sets one.", "--max-new-tokens", "-n"
+    ),
     seed: int | None = flags.flag("Seed of sampling; random by default."),
     *,
     stats: bool,

@@ -56,7 +56,9 @@ from specdec.options.fields import SAMPLING
 
 LLAMA_CPP = {
     **dict.fromkeys(("-m", "--model"), "the model is the first argument, TARGET"),
-    **dict.fromkeys(("-md", "--model-draft"), "--draft FILE"),
+    **dict.fromkeys(("-hf", "--hf-repo"), "the hub id is the first argument, with --gguf-file NAME"),
+    **dict.fromkeys(("-md", "--model-draft", "--spec-draft-model"), "--draft FILE"),
+    **dict.fromkeys(("--draft-max", "--spec-draft-n-max"), "--num-draft-tokens N, or nothing: the default measures"),
     **dict.fromkeys(("-c", "--ctx-size"), "--context N of serve; elsewhere memory grows with the text"),
     **dict.fromkeys(
         ("-t", "--threads", "-tb", "--threads-batch"),
@@ -64,8 +66,16 @@ LLAMA_CPP = {
     ),
     **dict.fromkeys(("-ngl", "--n-gpu-layers"), "--device-map cuda, for all layers"),
     **{"-p": "-p of generate", "-f": '-p "$(cat FILE)" of generate', "-sys": "--system TEXT of generate"},
+    **{"--file": '-p "$(cat FILE)" of generate', "--temp": "--temperature", "-s": "--seed", "-cnv": "specdec chat"},
+    **{"--min-p": "--set min_p=P", "--repeat-penalty": "--set repetition_penalty=P", "--verbose": "--stats"},
+    **dict.fromkeys(("-j", "--json-schema"), "--response-format SCHEMA of generate"),
 }
-"""What llama.cpp's flags are here, for those who pass them to a command that lacks them."""
+"""What flags of llama.cpp and Ollama are here, for those who pass them to a command that lacks them."""
+_WAYS_OUT = {
+    "No such command 'run'.": "specdec generate TARGET --chat -p TEXT answers once, specdec chat TARGET talks",
+    "Got unexpected extra argument": "a prompt follows -p, a draft --draft, and a text with spaces is in quotes",
+}
+"""What to do after errors of the parser, by the beginning of their texts."""
 
 app = typer.Typer(
     pretty_exceptions_enable=False, rich_markup_mode=None, help="Speculative decoding: the same text in fewer passes."
@@ -108,6 +118,8 @@ def run_command(arguments: Sequence[str]) -> int:
             message = str(error) if parsers is None else parsers().replace("Value error, ", "")  # pydantic's
             if llama := _llama_cpp(arguments, error):
                 message = f"No such option: {llama}. In its place: {LLAMA_CPP[llama]}"
+            elif way_out := next((way for text, way in _WAYS_OUT.items() if message.startswith(text)), None):
+                message = f"{message.rstrip('.')}: {way_out}"
             if parsers is not None or isinstance(error, OptionError):
                 return fail(f"error: {message}", USAGE)
             if not isinstance(error, SpecdecError):

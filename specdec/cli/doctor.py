@@ -36,7 +36,6 @@ State = Literal["good", "note", "bad"]
 _DISTRIBUTION = "specdec-runtime"
 _EXTRAS = {
     "audio": "recordings in any format",
-    "gguf": "GGUF files",
     "harness": "lm-evaluation-harness",
     "parquet": "Parquet input of specdec batch",
     "quant": "INT8, NF4 and FP4 of bitsandbytes",

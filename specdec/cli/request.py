@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from specdec.cli.terminal import loading
+from specdec.cli.terminal import loading, remark
 from specdec.errors import OptionError
 from specdec.options.bundled_models import locate
 from specdec.options.drafts import read_draft
@@ -253,6 +254,8 @@ def read_prompt(prompt: str | None) -> str:
     """The prompt, or all of stdin for `-`."""
     if prompt is None:
         raise OptionError("no prompt was given: pass -p TEXT, or -p - to read stdin")
+    if not prompt:  # as of "$(cat FILE)" without that file
+        raise OptionError("the prompt is empty: pass -p TEXT, or -p - to read stdin")
     if prompt == "-":
         if not (text := read_text("-")):
             raise OptionError("standard input is empty: pipe a prompt into it, or pass -p TEXT")
@@ -261,6 +264,8 @@ def read_prompt(prompt: str | None) -> str:
         prompt.encode()  # bytes that the locale cannot decode arrive as surrogates
     except UnicodeError as error:
         raise not_utf8("the prompt", error) from None
+    if os.path.isfile(prompt):
+        remark(f'hint: the prompt is the name of a file; for the text in it, pass -p "$(cat {prompt})"')
     return prompt
 
 

@@ -15,6 +15,7 @@ _TEXTS = {  # by `exactness`
 }
 
 _LOSS = 0.05  # share of a call's time that a draft may lose without a word
+_ROUNDS = 20  # rounds with a draft whose passes, beside other programs, take about as long as they say
 
 
 @dataclass(frozen=True)
@@ -82,10 +83,15 @@ class Stats:
 
     @property
     def draft_advice(self) -> str:
-        """That the draft took longer than it saved, and what to do; empty where it did not, or nobody named it."""
-        if self.settings.get("draft_kind") == "form" or self.saved_seconds >= -_LOSS * self.seconds:
+        """That the draft took longer than it saved, and what to do; empty where it did not, or nobody named it.
+
+        It is empty too where the passes of a few rounds lost the time, and not the draft's guessing.
+        """
+        lost = -self.saved_seconds
+        is_sure = self.num_spec_steps >= _ROUNDS or self.draft_seconds >= lost / 2
+        if self.settings.get("draft_kind") == "form" or lost <= _LOSS * self.seconds or not is_sure:
             return ""
-        return f"the draft took {-self.saved_seconds:.2f} s more than it saved: leave it out (--draft none)"
+        return f"the draft took {lost:.2f} s more than it saved: leave it out (--draft none)"
 
     @property
     def tokens_per_second(self) -> float:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
-from importlib.util import find_spec
 from itertools import groupby
 from os import PathLike
 from pathlib import Path
@@ -83,7 +82,7 @@ def tokenizer_beside(
             reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
             way_out = "pass `tokenizer=`, or token ids alone"
             warnings.warn(f"the tokenizer of {source} cannot be read ({reason}): {way_out}", stacklevel=2)
-    if file is not None and find_spec("gguf") is not None:
+    if file is not None:
         return _tokenizer_inside(source, reader or open_gguf(gguf_path(folder, str(file), options.get("revision"))))
     return None
 
@@ -94,7 +93,7 @@ def check_split_rule(source: Any, how: Loading) -> GgufReader | None:
     Returns the file's reader, None for other sources. Whoever holds it while the model and its tokenizer are loaded
     (`open_gguf`) has its header read once.
     """
-    if not isinstance(source, str | PathLike) or find_spec("gguf") is None:
+    if not isinstance(source, str | PathLike):
         return None
     folder, file_name = split_gguf(bundled_models.locate(str(source), "target"))
     file = file_name or how.gguf_file

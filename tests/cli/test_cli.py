@@ -221,6 +221,13 @@ USAGE_ERRORS = {
     "generate t -p -t4 --nope": "No such option: --nope",
     "serve t -p x": "No such option: -p. In its place: -p of generate",
     "generate t -p -c --nope": "No such option: --nope",
+    "generate t -p x --temp 0": "No such option: --temp. In its place: --temperature",
+    "generate t -p x -s 1": "No such option: -s. In its place: --seed",
+    "generate -hf a/b -p x": "No such option: -hf. In its place: the hub id is the first argument",
+    "chat t -cnv": "No such option: -cnv. In its place: specdec chat",
+    "run t": "No such command 'run': specdec generate TARGET --chat -p TEXT answers",
+    "generate t Hello": "extra argument(s) (Hello): a prompt follows -p",
+    "generate t -p ''": "the prompt is empty: pass -p TEXT",
     "batch a b --model t --temperature many": "--temperature",
 }
 FLAG_ERRORS = {
@@ -269,6 +276,15 @@ def test_a_prompt_that_is_no_text(monkeypatch: pytest.MonkeyPatch, error_of: Any
     """Undecodable bytes on stdin are a usage error. (They were an internal one, or reached the tokenizer.)"""
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"ab\xff")))
     assert error_of("generate", "t", "-p", "-").startswith("error: standard input is not text in UTF-8")
+
+
+def test_a_prompt_that_is_the_name_of_a_file(tmp_path: Path, called: Any) -> None:
+    """The name is continued, and a hint says how the text in the file is."""
+    (tmp_path / "a.py").write_text("x = 1")
+    hint = f'hint: the prompt is the name of a file; for the text in it, pass -p "$(cat {tmp_path / "a.py"})"'
+    flags = ["generate", "zoo:python-code", "--max-new-tokens", "1", "-p"]
+    assert hint in called(*flags, str(tmp_path / "a.py")).err
+    assert "hint" not in called(*flags, "x" * 1000).err
 
 
 @pytest.mark.parametrize(("closed", "code"), [("<&-", 2), *(slow(stream, 0) for stream in (">&-", "2>&-"))])
@@ -416,7 +432,7 @@ def talk(chatty: str, monkeypatch: pytest.MonkeyPatch, called: Any) -> Any:
 
     def call(*lines: str, flags: tuple[str, ...] = (), target: str = chatty, code: int = 0) -> Any:
         monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
-        return called("chat", target, *NEW, *flags, code=code)
+        return called("chat", target, "-n", "12", *flags, code=code)
 
     return call
 

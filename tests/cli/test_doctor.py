@@ -22,7 +22,7 @@ from specdec.kernels import Lack
 from tests.folders import WIDTH, byte_tokenizer
 from tests.tiny import tiny
 
-NEEDED = ["torch<9,>=2.11", "transformers<5.99,>=5.17", 'gguf<1,>=0.17; extra == "gguf"']
+NEEDED = ["torch<9,>=2.11", "transformers<5.99,>=5.17", 'llguidance<2,>=1.3; extra == "structured"']
 """What an installation says of itself, which may be older than this folder."""
 
 
@@ -30,12 +30,12 @@ def test_machine_and_installation(monkeypatch: pytest.MonkeyPatch, called: Any) 
     """What is here, what is not, and the command that installs it; nothing is wrong where only extras are missing."""
     known = doctor._version
     monkeypatch.setattr(doctor, "_requirements", lambda: NEEDED)
-    monkeypatch.setattr(doctor, "_version", lambda name: None if name == "gguf" else known(name))
+    monkeypatch.setattr(doctor, "_version", lambda name: None if name == "llguidance" else known(name))
     out = called("doctor").out
     assert "\x1b" not in out
     assert "GB/s" in out
-    assert re.search(r"^  · \[gguf\] +GGUF files: no gguf$", out, re.MULTILINE)
-    assert "→ pip install -e '.[gguf]'" in out
+    assert re.search(r"^  · \[structured\] +answers in a form: .*: no llguidance$", out, re.MULTILINE)
+    assert "→ pip install -e '.[structured]'" in out
 
 
 @pytest.mark.parametrize(("share", "state"), [(0.97, "good"), (0.64, "note")])

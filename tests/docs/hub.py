@@ -75,15 +75,10 @@ MODELS: dict[str, Callable[[Path], None]] = {
 }
 
 
-# Files that a page names in a folder of the reader's: a target, and a draft that disagrees with it.
-SEEDS = {"target.Q4_K_M.gguf": 0, "draft.Q4_K_M.gguf": 1}
-
-
 def write_files(folder: Path, text: str) -> None:
-    """Puts those of the GGUF files that a text names into a folder."""
-    for name, seed in SEEDS.items():
-        if name in text:
-            saved_gguf(folder / name, tokens=True, template=CHAT, vocab=WIDTH + 1, seed=seed)
+    """Puts the GGUF file that a text names, if it names one, into a folder of the reader's."""
+    if (name := "target.Q4_K_M.gguf") in text:
+        saved_gguf(folder / name, tokens=True, template=CHAT, vocab=WIDTH + 1)
 
 
 def fill(cache: Path, text: str) -> None:

@@ -8,11 +8,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GgufConfig
 
-from specdec import LoadError, Loading, OptionError, SpecGenerator, UnsupportedError, kernels
+from specdec import LoadError, Loading, OptionError, SpecGenerator, kernels
 from specdec.generator.tokenizers import tokenizer_beside
 from specdec.models import load_model
 from specdec.models.backends.packed_layers import PackedEmbedding, is_packed
-from specdec.models.loading import gguf
 from tests.folders import WIDTH, byte_tokenizer, saved, saved_gguf
 from tests.matrix import endless
 from tests.tiny import tiny
@@ -178,10 +177,3 @@ def test_files_of_other_kinds(tmp_path: Path) -> None:
             load_model(str(tmp_path / "part.gguf"))
         with pytest.raises(LoadError, match="is no readable GGUF file"):
             SpecGenerator.from_pretrained(str(tmp_path / "whole.gguf"), str(tmp_path / "part.gguf"))
-
-
-def test_the_package_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = saved_gguf(tmp_path / "model.gguf")
-    monkeypatch.setattr(gguf, "find_spec", lambda name: None)
-    with pytest.raises(UnsupportedError, match=r"pip install -e '.\[gguf\]'"):
-        load_model(path)

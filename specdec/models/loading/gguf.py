@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 from contextlib import suppress
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import GenerationConfig
 
-from specdec.errors import OptionError, UnsupportedError
+from specdec.errors import OptionError
 from specdec.models.gguf import GgufReader, read_config, read_model
 from specdec.models.gguf.end_tokens import special_ids
 from specdec.models.gguf.reader import open_gguf, part_names
@@ -31,13 +30,11 @@ _WITHOUT_SAMPLING = {"do_sample", "repetition_penalty"}
 class GgufFile:
     """A GGUF file in a folder or hub repository; `dtype` is its matrices' dtype, float32 if some are quantized.
 
-    Raises UnsupportedError without the package gguf, for other architectures and for keys that are not known,
-    OptionError for a missing file or another kind of file, LoadError for a broken file.
+    Raises UnsupportedError for other architectures and for keys that are not known, OptionError for a missing file or
+    another kind of file, LoadError for a broken file.
     """
 
     def __init__(self, folder: str, name: str, revision: str | None = None) -> None:
-        if find_spec("gguf") is None:
-            raise UnsupportedError("`gguf_file` needs the package gguf: pip install -e '.[gguf]'")
         self._folder, self._revision = folder, revision
         self._reader = open_gguf(gguf_path(folder, name, revision))
         # The matrices' types: vectors are always float32.
