@@ -17,6 +17,7 @@ from typer import Argument, Option
 
 from specdec.cli import flags, live
 from specdec.cli.request import (
+    CALL_ONLY,
     FLAGS,
     STDIN,
     CommandRequest,
@@ -33,7 +34,9 @@ from specdec.errors import OptionError, SpecdecError
 from specdec.options import bundled_models
 from specdec.options.bundled_models import locate
 from specdec.options.drafts import read_draft
+from specdec.options.fields import pop_fields
 from specdec.options.load import AUTO
+from specdec.options.resolve import resolve
 
 if TYPE_CHECKING:
     from specdec.pipelines import Transcriber, Transcription
@@ -108,9 +111,13 @@ def transcribe(
             return OK
     with loading(f"loading {name}", downloads=not are_here(request.target, request.draft)):
         from specdec.pipelines import Transcriber
+        from specdec.pipelines.speech.transcribe import CALL_OPTIONS
 
+        rest = dict(request.options)
+        early = pop_fields(rest, CALL_OPTIONS)  # which are checked before the model is loaded
+        resolve({name: value for name, value in rest.items() if name not in (*CALL_ONLY, "seed")})
         try:
-            transcriber = Transcriber.from_pretrained(request.target, request.draft, **request.loading)
+            transcriber = Transcriber.from_pretrained(request.target, request.draft, **request.loading, **early)
         except SpecdecError as error:
             raise type(error)(str(error).replace("`target`", "--model")) from error
     loaded = clock()

@@ -102,6 +102,26 @@ def test_files_of_their_own(kind: str, tmp_path: Path, typed: Any) -> None:
         assert " --> " in found[f"long.{ending}"]
 
 
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--language", "klingon"], "`language`"),
+        (["--chunk-length", "100"], "`chunk_length_s`"),
+        (["--num-draft-tokens", "0"], "`num_assistant_tokens`"),
+        (["--set", "num_bems=5"], "did you mean `num_beams`?"),
+        (["--set", "num_beams=0"], "`num_beams`"),
+        (["--set", "temperature=-1"], "`temperature`"),
+    ],
+)
+def test_options_are_checked_before_loading(
+    flags: list[str], words: str, typed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model was loaded first."""
+    monkeypatch.setattr("specdec.generator.generator.load_model", lambda *_, **__: pytest.fail("it was loaded"))
+    code, _, err = typed("short.wav", *flags)
+    assert (code, words in err) == (2, True), err
+
+
 def test_standard_input_and_the_rest(folder: Path, typed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """- reads stdin; --fallback, --context, --chunk-length, --set and --stats reach the call."""
     content = (folder / "short.wav").read_bytes()
