@@ -177,7 +177,7 @@ class LanguageModel:
 
     @cached_property
     def weight_kind(self) -> str:
-        """What most of the weights are stored in: a dtype, packed integers ("int4" to "int8"), or blocks ("Q4_K")."""
+        """What most of the weights are stored in: a dtype, packed integers ("int4", "int8"), or blocks ("Q4_K")."""
         counts = Counter[str]()
         for module in self.model.modules():
             if isinstance(module, PackedLinear):
