@@ -76,7 +76,7 @@ def _shared(
     ),
     draft_dtype: str | None = flag("--dtype of the draft; by default the target's.", words=DTYPES),
     draft_quantization: str | None = flag(
-        "--quantization of the draft: auto (default, 4 or 8 bits where that is faster), none, or one of these.",
+        f"Fewer bits per weight of the draft: auto (default, 4 or 8 where faster), none, {', '.join(QUANTIZATIONS)}.",
         words=(AUTO, NONE, *QUANTIZATIONS),
     ),
     draft_gguf_file: str | None = flag("--gguf-file of the draft.", metavar="NAME"),

@@ -61,7 +61,7 @@ def summarize(
     if not files and not demo:
         raise OptionError("no file was named: pass FILE, - to read stdin, or --demo for bundled texts")
     names = files_among(files or [], TEXTS)
-    check_output(names, format, output_dir)
+    check_output(names, format, output_dir, files or [])
     texts = bundled_models.functions() if demo else read_text_files(names)
     make_folder(output_dir)
     generator = load_with_spinner(request, task=TASK)
@@ -86,7 +86,7 @@ def summarize(
                 if output_dir is not None:
                     content = "\n\n".join(summary.texts)
                     content = content if format == "text" else json.dumps(documents[-1], ensure_ascii=False)
-                    write_file(output_file(name, format, output_dir), content)
+                    write_file(output_file(name, format, output_dir, files or []), content)
                 for text in summary.texts if format == "text" and output_dir is None else ():
                     print_text(text, name if len(texts) > 1 else None)
     except KeyboardInterrupt:

@@ -17,6 +17,7 @@ from typer import Argument, Option
 
 from specdec.cli import flags, live
 from specdec.cli.request import (
+    CALL_ONLY,
     FLAGS,
     STDIN,
     CommandRequest,
@@ -33,7 +34,9 @@ from specdec.errors import OptionError, SpecdecError
 from specdec.options import bundled_models
 from specdec.options.bundled_models import locate
 from specdec.options.drafts import read_draft
+from specdec.options.fields import pop_fields
 from specdec.options.load import AUTO
+from specdec.options.resolve import resolve
 
 if TYPE_CHECKING:
     from specdec.pipelines import Transcriber, Transcription
@@ -79,7 +82,7 @@ def transcribe(
     max_new_tokens: int | None = flags.flag("Token limit per window."),
     seed: int | None = flags.flag("Seed of sampling, for --fallback."),
     set_: list[str] | None = flags.flag("Any other option of a call; repeatable.", "--set", metavar="KEY=VALUE"),
-    output_dir: Path | None = flags.flag("Folder for NAME.txt, .json, .srt or .vtt."),
+    output_dir: Path | None = flags.flag("Folder for NAME.txt, .json, .srt or .vtt; subfolders stay."),
     resume: bool = Option(False, "--resume", help="Skip recordings with a file in --output-dir."),
 ) -> int:
     """Transcribe recordings. The text is the same with and without a draft.
@@ -95,7 +98,7 @@ def transcribe(
     name = ctx.params["model"] = choose_model(model, demo=demo)
     if source is None and not any(name == STDIN or Path(name).exists() for name in recordings):
         raise OptionError(f"there is no file {recordings[0]}: check the name, or download it first")
-    check_output(recordings, format, output_dir)
+    check_output(recordings, format, output_dir, files or [])
     if format not in ("srt", "vtt"):
         refuse_idle(ctx.params, LINES, "is for subtitles: pass --format srt or vtt")
     if max_line_width is None:
@@ -103,14 +106,18 @@ def transcribe(
     request = read_speech(ctx.params)
     make_folder(output_dir)
     if resume:
-        recordings = unfinished(recordings, format, output_dir)
+        recordings = unfinished(recordings, format, output_dir, files or [])
         if not recordings:
             return OK
     with loading(f"loading {name}", downloads=not are_here(request.target, request.draft)):
         from specdec.pipelines import Transcriber
+        from specdec.pipelines.speech.transcribe import CALL_OPTIONS
 
+        rest = dict(request.options)
+        early = pop_fields(rest, CALL_OPTIONS)  # which are checked before the model is loaded
+        resolve({name: value for name, value in rest.items() if name not in (*CALL_ONLY, "seed")})
         try:
-            transcriber = Transcriber.from_pretrained(request.target, request.draft, **request.loading)
+            transcriber = Transcriber.from_pretrained(request.target, request.draft, **request.loading, **early)
         except SpecdecError as error:
             raise type(error)(str(error).replace("`target`", "--model")) from error
     loaded = clock()
@@ -192,11 +199,11 @@ def tell(heard: Sequence[Transcription], params: Mapping[str, Any]) -> None:
     remark(f"{duration:.1f} s of sound in {seconds:.1f} s ({rate}){length}{advice}")
 
 
-def unfinished(recordings: Sequence[str], format: Format, folder: Path | None) -> list[str]:
+def unfinished(recordings: Sequence[str], format: Format, folder: Path | None, named: Sequence[str]) -> list[str]:
     """The recordings without a file in the folder."""
     if folder is None:
         raise OptionError("--resume skips recordings with a file in --output-dir: pass --output-dir")
-    left = [name for name in recordings if not output_file(name, format, folder).exists()]
+    left = [name for name in recordings if not output_file(name, format, folder, named).exists()]
     say(f"{len(recordings) - len(left)} of {len(recordings)} recordings are done already")
     return left
 
@@ -210,9 +217,11 @@ def make_folder(folder: Path | None) -> None:
         raise OptionError(f"--output-dir: {folder} cannot be made ({error.strerror}): name another") from None
 
 
-def output_file(name: str, format: Format, folder: Path) -> Path:
-    ending = "txt" if format == "text" else format
-    return folder / f"{Path(name).stem if name != STDIN else 'stdin'}.{ending}"
+def output_file(name: str, format: Format, folder: Path, named: Sequence[str]) -> Path:
+    """Where a file's text goes; a file in a folder of those that were `named` keeps the subfolders between them."""
+    path = Path(name if name != STDIN else "stdin")
+    above = next((Path(root) for root in named if path != Path(root) and path.is_relative_to(root)), path.parent)
+    return folder / path.relative_to(above).with_name(f"{path.stem}.{'txt' if format == 'text' else format}")
 
 
 def unreadable(source: Any, error: SpecdecError) -> None:
@@ -229,19 +238,21 @@ def choose_model(model: str | None, *, demo: bool) -> str:
     return model or ZOO
 
 
-def check_output(files: Sequence[str], format: Format, folder: Path | None) -> None:
+def check_output(files: Sequence[str], format: Format, folder: Path | None, named: Sequence[str]) -> None:
     """Raises OptionError where two files would have the same output, or a file would be written over."""
     if len(files) > 1 and folder is None and format in ("srt", "vtt"):
         raise OptionError(f"--format {format} makes one file per recording: pass --output-dir")
     if folder is None:
         return
-    stems = [Path(name).stem for name in files]
-    if twice := [stem for stem in stems if stems.count(stem) > 1]:
-        both = " and ".join([name for name in files if Path(name).stem == twice[0]][:2])
-        raise OptionError(f"--output-dir would get {twice[0]} twice, of {both}: rename one, or transcribe it apart")
+    sources = dict[Path, str]()
     for name in files:
-        if name != STDIN and output_file(name, format, folder).resolve() == Path(name).resolve():
+        path = output_file(name, format, folder, named)
+        if path in sources:
+            twice = f"--output-dir would get {path.stem} twice, of {sources[path]} and {name}"
+            raise OptionError(f"{twice}: rename one, or name a folder above both, whose subfolders stay")
+        if name != STDIN and path.resolve() == Path(name).resolve():
             raise OptionError(f"--output-dir would write over {name}: name another folder")
+        sources[path] = name
 
 
 def read_speech(params: Mapping[str, Any]) -> CommandRequest:
@@ -278,7 +289,7 @@ def show(name: str, out: Transcription, params: Mapping[str, Any], *, headed: bo
     content = rendered(name, out, params)
     if params["output_dir"] is None:
         return print_text(content, name if headed and params["format"] == "text" else None)
-    path = output_file(name, params["format"], params["output_dir"])
+    path = output_file(name, params["format"], params["output_dir"], params["files"] or [])
     part = path.with_suffix(f".part{path.suffix}")
     write_file(part if out.stopped else path, content)
     if not out.stopped:
@@ -286,8 +297,9 @@ def show(name: str, out: Transcription, params: Mapping[str, Any], *, headed: bo
 
 
 def write_file(path: Path, content: str) -> None:
-    """Writes a text and a line end; raises SpecdecError where that fails."""
+    """Writes a text and a line end, in a new folder if need be; raises SpecdecError where that fails."""
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"{content}\n", encoding="utf-8")
     except OSError as error:
         raise SpecdecError(f"{path} cannot be written ({error.strerror}): make room there") from None

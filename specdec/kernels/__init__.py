@@ -1,6 +1,6 @@
 """C++ operators for linear layers, attention and sampling, and the build of their library."""
 
-from specdec.kernels.blocks import BLOCKS, IN_FLOATS, pack_blocks
+from specdec.kernels.blocks import BLOCKS, IN_FLOATS, block_kind, pack_blocks
 from specdec.kernels.build import available, check, digest, folder, instructions, lack, try_again
 from specdec.kernels.cache_files import Lack
 from specdec.kernels.ops import (
@@ -51,6 +51,7 @@ __all__ = [
     "available",
     "best_seconds",
     "best_token",
+    "block_kind",
     "check",
     "crossed",
     "digest",

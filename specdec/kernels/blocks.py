@@ -46,6 +46,16 @@ IN_FLOATS = {"Q4_0", "Q4_1", "Q8_0"}
 """The kinds that can also be multiplied by rows that are not rounded."""
 
 
+def block_kind(layer: PackedLinear) -> str | None:
+    """The kind of a layer's blocks, where they have steps or 5 bits, as no other integers have; None for all others."""
+    if layer.scales is None or (layer.steps is None and layer.high is None):
+        return None
+    levels = () if layer.levels is None else tuple(layer.levels.tolist())
+    bits, part = int(layer.kind.removeprefix("int")), layer.inputs // layer.scales.shape[1]
+    kind = _Kind(bits, part, has_mins=layer.mins is not None, has_steps=layer.steps is not None, levels=levels)
+    return next(name for name in BLOCKS if BLOCKS[name] == kind)
+
+
 def pack_blocks(
     raw: Tensor, name: str, inputs: int, *, order: Tensor | None = None, rounds: bool = True
 ) -> PackedLinear:

@@ -21,8 +21,9 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
+from typing import IO, Any
 
 import torch
 
@@ -38,6 +39,8 @@ _HEADERS = sorted(Path(__file__).parent.glob("*.h"))
 _FLAGS = ("-std=c++20", "-O3", "-march=native", "-ffp-contract=off", "-fopenmp", "-fPIC")
 _COMPILERS = ("c++", "g++", "clang++")
 _SECONDS = 300  # a compiler that takes longer hangs
+# Runs a command, and ends it with all of its processes once its standard input ends, as when Python is killed.
+_GUARD = 'exec 3<&0; (read _ <&3; kill -9 0) & "$@" </dev/null 3<&-; status=$?; kill $!; exit $status'
 _FOLDER = "SPECDEC_KERNELS"
 _LOADING = threading.Lock()
 
@@ -177,19 +180,25 @@ def _compile(library: Path, program: Sequence[str]) -> None:
     root = Path(torch.__file__).parent
     headers = [f"-I{root / 'include'}", f"-I{root / 'include' / 'torch' / 'csrc' / 'api' / 'include'}"]
     objects = [str(library.with_name(f"{source.stem}.o")) for source in _SOURCES]
-    with ThreadPoolExecutor() as pool:
+    reader, writer = os.pipe()
+    with os.fdopen(reader) as guard, ThreadPoolExecutor() as pool, os.fdopen(writer, "w"):
+        run = partial(_run, guard)
         jobs = [
-            pool.submit(_run, [*program, *_FLAGS, *headers, "-c", str(source), "-o", to])
+            pool.submit(run, [*program, *_FLAGS, *headers, "-c", str(source), "-o", to])
             for source, to in zip(_SOURCES, objects, strict=True)
         ]
         for job in jobs:
             job.result()
-    _run([*program, *_FLAGS, "-shared", *objects, "-o", str(library), f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10"])
+        run([*program, *_FLAGS, "-shared", *objects, "-o", str(library), f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10"])
 
 
-def _run(command: list[str]) -> None:
+def _run(guard: IO[str], command: list[str]) -> None:
+    """Runs a compiler, which ends with its own processes where the other end of the pipe `guard` is closed."""
+    how: dict[str, Any] = {"stdin": guard, "start_new_session": True, "timeout": _SECONDS}
     try:
-        result = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_SECONDS)
+        result = subprocess.run(
+            ["/bin/sh", "-c", _GUARD, "sh", *command], capture_output=True, text=True, errors="replace", **how
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise _CompilerError(_line(error)) from None
     if result.returncode:

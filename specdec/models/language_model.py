@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from specdec.errors import OptionError, UnsupportedError
-from specdec.kernels import ALIKE, PackedLinear, check
+from specdec.kernels import ALIKE, PackedLinear, block_kind, check
 from specdec.models.backends.kv_session import KvSession
 from specdec.models.backends.packed_layers import in_backend, is_packed
 from specdec.models.backends.ragged import RaggedForward
@@ -177,11 +177,11 @@ class LanguageModel:
 
     @cached_property
     def weight_kind(self) -> str:
-        """What most of the weights are stored in: the name of a dtype, or of packed integers ("int4" to "int8")."""
+        """What most of the weights are stored in: a dtype, packed integers ("int4", "int8"), or blocks ("Q4_K")."""
         counts = Counter[str]()
         for module in self.model.modules():
             if isinstance(module, PackedLinear):
-                counts[module.kind] += module.inputs * module.outputs
+                counts[block_kind(module) or module.kind] += module.inputs * module.outputs
             for weight in module.parameters(recurse=False):
                 counts[str(weight.dtype).removeprefix("torch.")] += weight.numel()
         return max(counts, key=lambda kind: counts[kind])

@@ -149,7 +149,14 @@ class _Server(uvicorn.Server):
             LOG.info("stopped")
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Begins the drain; a second signal closes the listener at once."""
+        """Begins the drain; a second signal closes the listener at once, Ctrl-C also ends the drain.
+
+        uvicorn ends at a second Ctrl-C in the midst of the requests, with their tracebacks; here at the one after it.
+        """
+        if self._state.draining and sig == signal.SIGINT and not self._state.stopping:
+            self._closes = 0.0
+            asyncio.get_running_loop().call_soon_threadsafe(self._stop)
+            return
         if self._state.draining:
             self._closes = 0.0
         else:

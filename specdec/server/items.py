@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from specdec.server.answers import Answer
 from specdec.server.errors import ApiError, FieldError
 from specdec.server.messages import Message, Name, Text, Tool, check_results
-from specdec.server.protocol import ChatRequest, Count
+from specdec.server.protocol import ChatRequest, Length
 
 _MOST, _CHARACTERS = 256, 2**24  # so many conversations are kept at most, with so many characters together
 _ECHOED = ("instructions", "max_output_tokens", "metadata", "previous_response_id", "store", "temperature", "top_p")
@@ -79,7 +79,7 @@ class ResponsesRequest(ChatRequest):
     input: Annotated[list[Message], Field(min_length=1, max_length=4096, fail_fast=True), BeforeValidator(_messages)]
     instructions: Text | None = None
     messages: Annotated[list[Message], Field(max_length=0)] = Field(default_factory=list)
-    max_output_tokens: Count | None = None
+    max_output_tokens: Length | None = None
     metadata: dict[Name, Text] | None = None
     previous_response_id: Name | None = None
     store: bool = True

@@ -35,8 +35,8 @@ def _cap(data: Any) -> Any:
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Tokens = Annotated[list[TokenId], Field(min_length=1, max_length=2**20, fail_fast=True)]
-Count = Annotated[int, Field(ge=1, lt=2**31)]
 Least = Annotated[int, Field(ge=0, lt=2**31)]
+Length = Annotated[int, Field(ge=-1, lt=2**31)]  # -1: the rest of the context, as in llama.cpp
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)]
@@ -147,8 +147,8 @@ class Generate(Sent):
     usual_length: ClassVar[int | None] = None  # the length limit of requests without one
 
     model: Name | None = None
-    max_tokens: Count | None = None
-    n_predict: Annotated[int, Field(ge=-1, lt=2**31)] | None = None  # llama.cpp's `max_tokens`; -1: no limit
+    max_tokens: Length | None = None
+    n_predict: Length | None = None  # llama.cpp's `max_tokens`
     t_max_predict_ms: Annotated[float, Field(allow_inf_nan=False)] | None = None
     min_tokens: Least = 0
     n: Annotated[int, Field(ge=1, le=1024)] = 1
@@ -284,7 +284,6 @@ class CompletionRequest(Generate):
 
     prompt: Text | Tokens | Annotated[list[Text | Tokens], Field(min_length=1, max_length=1024, fail_fast=True)]
     suffix: Text | None = None
-    max_tokens: Least | None = None
     echo: bool = False
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
@@ -348,7 +347,7 @@ class ChatRequest(Generate):
     """Answers a conversation."""
 
     messages: Messages
-    max_completion_tokens: Count | None = None
+    max_completion_tokens: Length | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     add_generation_prompt: bool | None = None

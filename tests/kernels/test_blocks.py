@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from specdec.kernels import BLOCKS, pack_blocks
+from specdec.kernels import BLOCKS, IN_FLOATS, block_kind, pack_blocks
 from tests.kernels.test_kernels import _library, in_eight_bits, numbers
 
 assert _library  # which skips these tests where no library is
@@ -33,6 +33,7 @@ def test_numbers(name: str) -> None:
         layer = pack_blocks(raw, name, inputs)
         layer.bias = numbers(outputs)
         assert torch.equal(layer.weight(), expected)
+        assert block_kind(layer) == (None if name in {*IN_FLOATS, "IQ4_NL", "MXFP4"} else name)
         turned = torch.arange(outputs).flip(0)[: outputs - 3]
         assert torch.equal(pack_blocks(raw, name, inputs, order=turned).weight(), expected[turned])
         if name == "MXFP4":

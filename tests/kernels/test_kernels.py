@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -557,6 +558,36 @@ def test_a_compiler_with_arguments(copying: str, told: Callable[..., list[str]],
     """As of `ccache g++`. (It was said not to be here.)"""
     told(gets_it=True, CXX=f"env MORE=1 {copying}")
     assert (tmp_path / "calls").read_text() == "call\n"
+
+
+@pytest.mark.parametrize("sig", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_compilers_end_with_the_program(sig: signal.Signals, compiler: Callable[..., str], tmp_path: Path) -> None:
+    """And so do the processes that they began. (After SIGTERM six compilers ran on, and Ctrl-C waited for all.)"""
+    pids = tmp_path / "pids"
+    endless = compiler("sleep 300 &", f"echo $$ $! >> {pids}", "wait")
+    process = run(PACKS, tmp_path / "kernels", CXX=endless)
+    running = list[int]()
+    for _ in range(600):
+        running = [int(pid) for pid in pids.read_text().split()] if pids.exists() else []
+        if len(running) >= 4:
+            break
+        time.sleep(0.1)
+    process.send_signal(sig)
+    process.communicate(timeout=60)
+    for _ in range(100):
+        left = [pid for pid in running if "Z" not in _state(pid)]
+        if not left:
+            break
+        time.sleep(0.1)
+    assert (len(running) >= 4, left) == (True, [])
+
+
+def _state(pid: int) -> str:
+    """A process's state; Z where it has ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return "Z"
 
 
 @pytest.mark.slow

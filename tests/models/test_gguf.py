@@ -116,6 +116,13 @@ def test_k_quants(tmp_path: Path) -> None:
     torch.testing.assert_close(logits(language.model), logits(plain), rtol=1e-4, atol=1e-4)
 
 
+@needs_kernels
+def test_the_name_of_the_weights(tmp_path: Path) -> None:
+    """The file's blocks, where they are packed as they lie there. (A file in Q4_K was said to be in int4.)"""
+    path = saved_gguf(tmp_path / "model.gguf", types=["Q6_K"], hidden_size=256, intermediate_size=256)
+    assert load_model(path, Loading()).weight_kind == "Q6_K"
+
+
 def test_tokenizers(tmp_path: Path) -> None:
     """The one beside the file, else the one in it."""
     path = saved_gguf(tmp_path / "model.gguf", tokens=True, vocab=WIDTH + 1)

@@ -11,7 +11,7 @@ import soundfile
 
 from specdec import OptionError
 from specdec.pipelines.speech.audio import Samples, read_audio
-from specdec.pipelines.speech.sources import arriving, streamed
+from specdec.pipelines.speech.sources import arriving, pcm_samples, streamed
 from tests.speech import RATE, speech
 
 
@@ -65,6 +65,19 @@ def test_streams_that_are_no_sound(content: bytes, words: str) -> None:
     """They are told at once."""
     with pytest.raises(OptionError, match=words):
         next(streamed(Slow(content), RATE, RATE))
+
+
+@pytest.mark.parametrize(("rate", "level"), [(44_100, 0.1), (22_050, 0.9), (8_000, 0.5)])
+def test_mp3_without_a_tag(rate: int, level: float) -> None:
+    """Its frames were heard as raw samples; raw samples that look like a frame are still sound."""
+    file = io.BytesIO()
+    soundfile.write(file, speech(1.0, rate=rate), rate, format="MP3", bitrate_mode="CONSTANT", compression_level=level)
+    content = file.getvalue()
+    assert content[:1] == b"\xff"
+    with pytest.raises(OptionError, match="flac, ogg or mp3, which come whole: pass - in place of --stdin"):
+        next(streamed(Slow(content), RATE, RATE))
+    loud = content[:4] + bytes(4000)
+    assert np.array_equal(joined(streamed(Slow(loud), RATE, RATE)), pcm_samples(loud))
 
 
 def test_half_a_sample() -> None:

@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -100,6 +101,43 @@ def test_files_of_their_own(kind: str, tmp_path: Path, typed: Any) -> None:
     assert found[f"long.{ending}"].startswith(begins)
     if kind != "text":
         assert " --> " in found[f"long.{ending}"]
+
+
+def test_a_folder_keeps_its_subfolders(folder: Path, tmp_path: Path, typed: Any) -> None:
+    """Recordings of one name in two subfolders were an error, and --resume finds the files again."""
+    for place, name in (("a", "short.wav"), ("b/c", "short.wav"), ("", "long.wav")):
+        (tmp_path / "in" / place).mkdir(parents=True, exist_ok=True)
+        shutil.copy(folder / "short.wav", tmp_path / "in" / place / name)
+    shutil.copy(folder / "short.wav", tmp_path / "other.wav")
+    arguments = [tmp_path / "in", tmp_path / "other.wav", "--output-dir", tmp_path / "out", "--quiet"]
+    assert typed(*arguments) == (0, "", "")
+    found = sorted(str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*.*"))
+    assert found == ["a/short.txt", "b/c/short.txt", "long.txt", "other.txt"]
+    (tmp_path / "out/b/c/short.txt").unlink()
+    assert "3 of 4 recordings are done already" in typed(*arguments[:-1], "--resume")[2]
+    assert (tmp_path / "out/b/c/short.txt").exists()
+    both = [tmp_path / "in" / place / "short.wav" for place in ("a", "b/c")]
+    assert "name a folder above both, whose subfolders stay" in typed(*both, "--output-dir", tmp_path / "out")[2]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--language", "klingon"], "`language`"),
+        (["--chunk-length", "100"], "`chunk_length_s`"),
+        (["--num-draft-tokens", "0"], "`num_assistant_tokens`"),
+        (["--set", "num_bems=5"], "did you mean `num_beams`?"),
+        (["--set", "num_beams=0"], "`num_beams`"),
+        (["--set", "temperature=-1"], "`temperature`"),
+    ],
+)
+def test_options_are_checked_before_loading(
+    flags: list[str], words: str, typed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model was loaded first."""
+    monkeypatch.setattr("specdec.generator.generator.load_model", lambda *_, **__: pytest.fail("it was loaded"))
+    code, _, err = typed("short.wav", *flags)
+    assert (code, words in err) == (2, True), err
 
 
 def test_standard_input_and_the_rest(folder: Path, typed: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -240,11 +240,17 @@ def test_fields_of_other_clients() -> None:
         stops = ["a", *(f"<|{word}|>" for word in ("endoftext", "fim_prefix", "fim_pad", "im_end")), "\n\n", "/src/"]
         first, among = (c.complete(**body, max_tokens=16, stop=some)["choices"] for some in (stops[:1], stops))
         long = c.complete(prompt="a" * 480, n_predict=-1, ignore_eos=True)["usage"]  # (-1 meant 16 tokens)
+        same = c.complete(prompt="a" * 480, max_tokens=-1, ignore_eos=True)["usage"]  # (-1 was a 400)
         wrong = c.complete(prompt="a", n_predict=-2)["error"]
+        talk = {"messages": [USER], "ignore_eos": True}
+        lengths: list[dict[str, int]] = [{"max_tokens": -1}, {"max_completion_tokens": -1}, {}, {"max_tokens": 0}]
+        talks = [c.post(CHATS, json={**talk, **length}).json()["usage"] for length in lengths]
         chat = c.post(CHATS, json={"messages": [USER], "n_predict": 3, "ignore_eos": True, **harmless}).json()
     assert chat["usage"]["completion_tokens"] == 3
     assert among == first
-    assert (long["total_tokens"], wrong["param"]) == (512, "n_predict")
+    assert (long["total_tokens"], same["total_tokens"], wrong["param"]) == (512, 512, "n_predict")
+    assert [usage["total_tokens"] for usage in talks[:3]] == [512] * 3
+    assert talks[3]["completion_tokens"] == 0
 
 
 def test_paths_and_fields_of_ollama() -> None:

@@ -128,6 +128,23 @@ async def test_the_drain_is_kept(caplog: pytest.LogCaptureFixture) -> None:
     assert caplog.messages[-1] == "stopped, 2 requests were cut"
 
 
+async def test_a_second_interrupt_ends_the_drain(caplog: pytest.LogCaptureFixture) -> None:
+    """It ended the event loop in the midst of the requests: six tracebacks, and "stopped", with no request cut."""
+    caplog.set_level("INFO", "specdec.server")
+    async with listening(limits={"drain_seconds": 60}) as (server, client):
+        long = asyncio.ensure_future(client.post("/v1/completions", json={**LONG, "n": 4}))
+        await until(lambda: turns_of(server).running >= 1)
+        server.handle_exit(signal.SIGINT, None)
+        await asyncio.sleep(0.3)  # uvicorn waits for the request
+        began = time.monotonic()
+        server.handle_exit(signal.SIGINT, None)
+        answer = await long
+    assert time.monotonic() - began < 5
+    assert (answer.status_code, server.force_exit) == (503, False)
+    assert caplog.messages[-1] == "stopped, 1 request was cut"
+    assert not [line for line in caplog.records if line.exc_info]
+
+
 async def test_uploads_that_wait_begin_nothing_after_the_drain() -> None:
     """They got the turns of those that were given up, and ended in a bare 500 when the process did."""
     limits = {"recordings": 1, "drain_seconds": 0.3, "per_key": 20}

@@ -168,7 +168,7 @@ def test_what_is_said(fields_: dict[str, Any], param: str, words: str) -> None:
 # Bounds, where a huge `n` froze the loop and negative numbers went through (CVE-2026-21869); forms that are none, of
 # which nothing is fetched.
 COMPLETIONS_WRONG: list[dict[str, Any]] = [
-    {"n": 10**9}, {"n": 17}, {"n": 0}, {"n": -1}, {"max_tokens": 10**12}, {"max_tokens": -1},
+    {"n": 10**9}, {"n": 17}, {"n": 0}, {"n": -1}, {"max_tokens": 10**12}, {"max_tokens": -2},
     {"max_tokens": 1.5}, {"logprobs": 10**6}, {"logprobs": -1}, {"num_beams": 10**9}, {"num_beams": 17},
     {"num_samples": 10**7}, {"top_k": -2}, {"top_k": 2**64}, {"top_p": -1}, {"top_p": 1.1}, {"temperature": -1},
     {"temperature": 99}, {"min_tokens": -5}, {"seed": 2**70}, {"seed": -(2**70)}, {"frequency_penalty": 9},
@@ -194,7 +194,7 @@ CHATS_WRONG: list[dict[str, Any]] = [
     {"messages": [{"role": "tool", "content": "x"}]}, {"messages": []}, {"messages": [{"role": "root", "content": ""}]},
     {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://10.0.0.1/x"}}]}]},
     {"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]},
-    {"no_such_field": 1}, {"max_tokens": 0}, {"stream_options": {"include_usage": True}}, {"top_logprobs": 3},
+    {"no_such_field": 1}, {"max_tokens": -2}, {"stream_options": {"include_usage": True}}, {"top_logprobs": 3},
     {"logprobs": 3}, {"response_format": {"type": "json_schema"}}, {"response_format": {"type": "xml"}},
     {"guided_regex": "a", "guided_json": {}}, {"max_tokens": 3, "max_completion_tokens": 3},
     {"add_generation_prompt": True, "continue_final_message": True},

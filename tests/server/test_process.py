@@ -112,6 +112,24 @@ def test_sigterm_under_load(tmp_path: Path) -> None:
             httpx.get(f"{process.url}/health")
 
 
+def test_two_interrupts_under_load(tmp_path: Path) -> None:
+    """Requests are told, and the process ends without a traceback. (It wrote one for each, and for the closed loop.)"""
+    with serving(tmp_path) as process:
+        body = {"model": "code", "prompt": PROMPT, "max_tokens": -1, "ignore_eos": True}
+        with ThreadPoolExecutor(4) as pool, process.client() as client:
+            answers = [pool.submit(client.post, "/v1/completions", json=body) for _ in range(4)]
+            while client.get("/v1/load").json()["code"]["running"] < 4:
+                time.sleep(0.01)
+            for _ in "ab":
+                process.popen.send_signal(signal.SIGINT)
+                time.sleep(0.3)
+            assert [answer.result().status_code for answer in answers] == [503] * 4
+        assert process.popen.wait(30) == 130
+        log = process.log.read_text()
+    assert "stopped, 4 requests were cut" in log
+    assert "Traceback" not in log
+
+
 WRONG = {"n": -1, "prompt": [10**9], "tools": [{"type": "function"}]}
 
 

@@ -194,7 +194,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"input": "x", "n": 2}, "n"),
     ({"input": "x", "tools": [{"type": "web_search"}]}, "tools.0.type"),
     ({"input": "x", "background": True}, "background"),
-    ({"input": "x", "max_output_tokens": 0}, "max_output_tokens"),
+    ({"input": "x", "max_output_tokens": -2}, "max_output_tokens"),
 ]
 
 

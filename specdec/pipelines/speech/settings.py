@@ -10,7 +10,7 @@ from typing import Any
 
 from specdec.errors import OptionError
 from specdec.options.fields import is_number, is_whole
-from specdec.pipelines.speech.whisper import Evidence, Whisper
+from specdec.pipelines.speech.whisper import Evidence, SpeechConfig
 
 FALLBACK: dict[str, Any] = {
     "temperature": (0.0, 0.2, 0.4, 0.6, 0.8, 1.0),
@@ -85,13 +85,13 @@ class SpeechSettings:
 NAMES = tuple(field.name for field in fields(SpeechSettings))
 
 
-def speech_settings(options: Mapping[str, Any], whisper: Whisper) -> SpeechSettings:
+def speech_settings(options: Mapping[str, Any], whisper: SpeechConfig) -> SpeechSettings:
     """The settings of a call over the checkpoint's; raises OptionError for wrong values and contradictions."""
     values = {name: value for name in _FROM_CHECKPOINT if (value := whisper.setting(name)) is not None}
     values |= {name: value for name, value in options.items() if value is not None}
     if (prompt := values.get("prompt_ids")) is not None:
         ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
-        vocab = whisper.model.vocab_size
+        vocab = whisper.vocab_size
         if not isinstance(ids, list | tuple) or not all(is_whole(token) and 0 <= token < vocab for token in ids):
             raise OptionError.of("prompt_ids", f"ids from 0 to {vocab - 1}, as `get_prompt_ids` returns them", prompt)
         values["prompt_ids"] = list(ids)

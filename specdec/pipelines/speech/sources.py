@@ -16,6 +16,8 @@ from specdec.pipelines.speech.audio import Resampler, Samples
 _PER_SECOND = 10  # blocks
 _AHEAD = 600  # blocks that may wait
 _END: Any = object()
+_KBITS = (32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320)  # of MPEG 1, layer III, from index 1 on
+_LOW_KBITS = (8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 144, 160)  # of MPEG 2 and 2.5
 _WAY = "convert it, as with ffmpeg -i FILE -f s16le -ac 1 -ar 16000 -"
 
 
@@ -64,7 +66,11 @@ def streamed(stream: BinaryIO, rate: int, source_rate: int) -> Iterator[Samples]
     head, channels = _exactly(stream, 4), 1
     if head == b"RIFF":
         head, (source_rate, channels) = b"", _wav_format(stream)
-    elif head in (b"fLaC", b"OggS") or head[:3] == b"ID3":
+    is_whole = head in (b"fLaC", b"OggS") or head[:3] == b"ID3"
+    if length := _mp3_frame(head):  # loud raw sound may begin as a frame, but not as two
+        head += _exactly(stream, length)
+        is_whole = _mp3_frame(head[length:]) > 0
+    if is_whole:
         raise OptionError(f"the stream is flac, ogg or mp3, which come whole: pass - in place of --stdin, or {_WAY}")
     resample, frame = Resampler(source_rate, rate), 2 * channels
     size = max(source_rate // _PER_SECOND, 2) * frame
@@ -89,6 +95,17 @@ def _wav_format(stream: BinaryIO) -> tuple[int, int]:
     if kind not in (1, 0xFFFE) or bits != 16 or not channels or not rate:
         raise OptionError(f"the WAV stream is not 16-bit PCM: {_WAY}")
     return rate, channels
+
+
+def _mp3_frame(head: bytes) -> int:
+    """The bytes of the MP3 frame that begins with these four; 0 where they are no frame's header."""
+    word = int.from_bytes(head, "big") if len(head) == 4 else 0
+    version, kbits, rate, padding = (word >> 19) & 3, (word >> 12) & 15, (word >> 10) & 3, (word >> 9) & 1
+    if word >> 21 != 0x7FF or (word >> 17) & 3 != 1 or version == 1 or kbits in (0, 15) or rate == 3:
+        return 0
+    per_second = (44_100, 48_000, 32_000)[rate] >> {3: 0, 2: 1, 0: 2}[version]
+    size = 144 * _KBITS[kbits - 1] if version == 3 else 72 * _LOW_KBITS[kbits - 1]
+    return size * 1000 // per_second + padding
 
 
 def _exactly(stream: BinaryIO, count: int) -> bytes:

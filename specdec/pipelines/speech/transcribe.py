@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -12,7 +13,7 @@ from time import perf_counter as clock
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoProcessor
+from transformers import AutoConfig, AutoProcessor, GenerationConfig
 
 from specdec.core.stats import Stats, total
 from specdec.errors import OptionError, SpecdecError, UnsupportedError
@@ -27,13 +28,15 @@ from specdec.pipelines.checks import refuse_outputs
 from specdec.pipelines.speech.live import Live
 from specdec.pipelines.speech.recordings import Chunking, Recording, read_chunking
 from specdec.pipelines.speech.settings import NAMES, SpeechSettings, speech_settings
-from specdec.pipelines.speech.whisper import Whisper
+from specdec.pipelines.speech.whisper import SpeechConfig, Whisper
 from specdec.pipelines.speech.windows import Listener, Segment, Track, options_at
 
 Progress = Callable[[float, float], None]
 OnError = Callable[[Any, SpecdecError], None]
 Stop = Callable[[], bool]
 _CALL = ("chunk_length_s", "stride_length_s", "batch_size", "return_language", "generate_kwargs")
+CALL_OPTIONS = (*_CALL, *NAMES)
+"""The options of a call that are no options of `generate`."""
 _WORDLESS = 10.0  # seconds of sound; a longer recording without a word is a warning
 _IGNORED = ("ignore_warning", "decoder_kwargs")  # of transformers' pipeline, about models of another kind
 
@@ -110,7 +113,9 @@ class Transcriber:
         self._extractor: Any = feature_extractor or getattr(processor, "feature_extractor", None)
         if tokenizer is None or self._extractor is None:
             raise OptionError("a Transcriber needs `processor=`, or `tokenizer=` and `feature_extractor=`: pass them")
-        self._defaults = pop_fields(options, (*_CALL, *NAMES))
+        self._defaults = pop_fields(options, CALL_OPTIONS)
+        if isinstance(target, str | PathLike):
+            check_early(_flat(self._defaults), self._extractor, target, Loading.split(options)[0].revision)
         if isinstance(target, SpecGenerator):
             if draft not in (None, AUTO) or options:
                 name = next(iter(options)) if draft in (None, AUTO) else "draft"
@@ -365,6 +370,16 @@ def _flat(options: Mapping[str, Any]) -> dict[str, Any]:
     if both := [name for name in nested if name in flat]:
         raise OptionError(f"`{both[0]}` is given twice, also in `generate_kwargs`: pass it once")
     return {**nested, **flat}
+
+
+def check_early(options: Mapping[str, Any], extractor: Any, target: str | PathLike[str], revision: str | None) -> None:
+    """Raises OptionError for options of a call that the files of a model, which is not loaded yet, cannot serve."""
+    read_chunking(options.get("chunk_length_s"), options.get("stride_length_s"), extractor)
+    name = bundled_models.locate(str(target), "target")
+    with suppress(OSError):  # a checkpoint without this file has its settings once it is loaded
+        settings = GenerationConfig.from_pretrained(name, revision=revision)
+        vocab_size = AutoConfig.from_pretrained(name, revision=revision).vocab_size
+        speech_settings({n: v for n, v in options.items() if n in NAMES}, SpeechConfig(settings, vocab_size))
 
 
 def processor_beside(target: Any, revision: str | None = None, *, trust_remote_code: bool = False) -> Any:

@@ -29,34 +29,15 @@ class Evidence(NamedTuple):
     log_prob: float
 
 
-class Whisper:
-    """A model of the Whisper family with its tokenizer and the speech settings of its generation config.
+class SpeechConfig:
+    """What a checkpoint's generation config, `settings`, says of speech; `vocab_size` tokens."""
 
-    A window has `frames` frames of features; `stride` frames are one position of the encoder and one timestamp token.
-    Raises UnsupportedError for other models.
-    """
-
-    def __init__(self, model: LanguageModel, tokenizer: Any) -> None:
-        if model.config.model_type != "whisper" or not model.is_encoder_decoder:
-            raise UnsupportedError(f"`target` must be a Whisper model, got {type(model.model).__name__}")
-        self.model, self.tokenizer = model, tokenizer
-        self.settings = model.model.generation_config
-        encoder = model.model.get_encoder()
-        self.stride = int(encoder.conv1.stride[0] * encoder.conv2.stride[0])
-        self.positions = int(model.config.max_source_positions)
-        self.frames = self.stride * self.positions
-        self.mels = int(model.config.num_mel_bins)
-        self.end = int(self.settings.eos_token_id)
+    def __init__(self, settings: Any, vocab_size: int) -> None:
+        self.settings, self.vocab_size = settings, vocab_size
 
     def setting(self, name: str) -> Any:
         """A value of the checkpoint's generation config; None where it is not set."""
         return getattr(self.settings, name, None)
-
-    @property
-    def timestamp_begin(self) -> int:
-        """The token of 0.00 seconds; an id beyond the vocabulary where the checkpoint does not name it."""
-        without = self.setting("no_timestamps_token_id")
-        return self.model.vocab_size + 1 if without is None else int(without) + 1
 
     def check(self, language: str | None, task: str | None, timestamps: Any, multilingual: bool | None) -> None:
         """Raises OptionError for options that the checkpoint cannot serve."""
@@ -90,6 +71,32 @@ class Whisper:
             choices = ", ".join(LANGUAGES.get(name[2:-2], name) for name in ids)
             raise OptionError.of("language", f"one that the model knows ({choices})", language)
         return ids[token]
+
+
+class Whisper(SpeechConfig):
+    """A model of the Whisper family with its tokenizer and the speech settings of its generation config.
+
+    A window has `frames` frames of features; `stride` frames are one position of the encoder and one timestamp token.
+    Raises UnsupportedError for other models.
+    """
+
+    def __init__(self, model: LanguageModel, tokenizer: Any) -> None:
+        if model.config.model_type != "whisper" or not model.is_encoder_decoder:
+            raise UnsupportedError(f"`target` must be a Whisper model, got {type(model.model).__name__}")
+        super().__init__(model.model.generation_config, model.vocab_size)
+        self.model, self.tokenizer = model, tokenizer
+        encoder = model.model.get_encoder()
+        self.stride = int(encoder.conv1.stride[0] * encoder.conv2.stride[0])
+        self.positions = int(model.config.max_source_positions)
+        self.frames = self.stride * self.positions
+        self.mels = int(model.config.num_mel_bins)
+        self.end = int(self.settings.eos_token_id)
+
+    @property
+    def timestamp_begin(self) -> int:
+        """The token of 0.00 seconds; an id beyond the vocabulary where the checkpoint does not name it."""
+        without = self.setting("no_timestamps_token_id")
+        return self.model.vocab_size + 1 if without is None else int(without) + 1
 
     @property
     def languages(self) -> dict[int, str]:

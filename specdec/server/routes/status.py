@@ -82,7 +82,8 @@ async def model(request: Request, name: str) -> dict[str, Any]:
     state = state_of(request)
     host = state.hosts.get(name)
     if host is None:
-        raise ApiError(404, unknown_model(name, state.hosts), param="model", code="model_not_found")
+        message = f"{unknown_model(name, state.hosts)}: /v1/models lists all"
+        raise ApiError(404, message, param="model", code="model_not_found")
     return _card(host, state)
 
 

@@ -7,7 +7,7 @@ import json
 import math
 import time
 from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing, closing
+from contextlib import aclosing, closing, suppress
 from functools import partial
 from typing import Any
 
@@ -148,7 +148,12 @@ class TextRequest:
         """
         observe = _observer(self._host, self._metrics, self._began, streamed=self._body.stream)
         news, loop = asyncio.Event(), asyncio.get_running_loop()
-        with closing(self._model.run(prompt, partial(loop.call_soon_threadsafe, news.set))) as updates:
+
+        def wake() -> None:
+            with suppress(RuntimeError):  # the loop may be closed: the pass under way outlives a server that stops
+                loop.call_soon_threadsafe(news.set)
+
+        with closing(self._model.run(prompt, wake)) as updates:
             update = await step(self._host.pool, updates, Cancel())
             while update is not END:
                 if update is None:
