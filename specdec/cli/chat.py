@@ -10,7 +10,15 @@ from rich.console import Console
 from typer import Argument, Context
 
 from specdec.cli import flags
-from specdec.cli.request import DRAFT_OPTIONS, CommandRequest, are_here, load_with_spinner, not_utf8, read_request
+from specdec.cli.request import (
+    ANSWER_TOKENS,
+    DRAFT_OPTIONS,
+    CommandRequest,
+    are_here,
+    load_with_spinner,
+    not_utf8,
+    read_request,
+)
 from specdec.cli.show import Printer, show_stats
 from specdec.cli.terminal import OK, Interrupt, loading, say
 from specdec.errors import OptionError, SpecdecError
@@ -21,7 +29,6 @@ if TYPE_CHECKING:
     from specdec.core.stats import Stats
     from specdec.generator.generator import SpecGenerator
 
-NEW_TOKENS = 1024
 COMMANDS = "/draft NAME (as --draft: suffix, a model, suffix+MODEL, none, …), /stats, /reset, /help, /quit"
 
 
@@ -37,7 +44,7 @@ def chat(
     ),
     system: str | None = flags.flag("System message.", metavar="TEXT"),
     max_new_tokens: int | None = flags.flag(
-        f"Length limit of an answer; {NEW_TOKENS} if nothing sets one.", "--max-new-tokens", "-n"
+        f"Length limit of an answer; {ANSWER_TOKENS} if nothing sets one.", "--max-new-tokens", "-n"
     ),
     seed: int | None = flags.flag("Seed of sampling; random by default."),
     *,
@@ -48,7 +55,7 @@ def chat(
     /draft NAME changes the draft, /stats shows statistics, /reset forgets the conversation, /help lists the commands,
     /quit leaves.
     """
-    request = read_request(ctx.params, new_tokens=NEW_TOKENS)
+    request = read_request(ctx.params, new_tokens=ANSWER_TOKENS)
     if request.options.get("num_return_sequences", 1) > 1:
         raise OptionError("`num_return_sequences`: a conversation has one answer a turn: leave it out")
     check_template(request)

@@ -22,6 +22,8 @@ from specdec.cli.bench import bench
 from specdec.cli.doctor import doctor
 from specdec.cli.pair import demo, zoo
 from specdec.cli.request import (
+    ANSWER_TOKENS,
+    DEFAULT_NEW_TOKENS,
     are_here,
     load_with_spinner,
     of_one_answer,
@@ -173,7 +175,7 @@ def root(
 
 
 @flags.takes(
-    "draft num_draft_tokens schedule max_new_tokens sample temperature top_k top_p",
+    "draft num_draft_tokens schedule sample temperature top_k top_p",
     "dtype quantization gguf_file backend exactness device_map offload offload_folder trust_remote_code",
     "activations prefix_cache memory config set_ json_ stats quiet",
 )
@@ -185,6 +187,11 @@ def generate(
     prompt: str | None = flags.flag("Text to continue; - reads stdin.", "--prompt", "-p"),
     chat: bool = Option(False, "--chat", help="Treat the prompt as a message and apply the model's chat template."),
     system: str | None = flags.flag("System message; implies --chat.", metavar="TEXT"),
+    max_new_tokens: int | None = flags.flag(
+        f"Length limit; {DEFAULT_NEW_TOKENS} if nothing sets one, {ANSWER_TOKENS} with --chat.",
+        "--max-new-tokens",
+        "-n",
+    ),
     image: list[str] | None = flags.flag("Picture, for a model that sees; repeatable; implies --chat.", metavar="FILE"),
     prediction: str | None = flags.flag("File that the output may resemble, for drafts that copy.", metavar="FILE"),
     num_draft_branches: int | None = flags.flag("Have the draft model guess trees, with this many branches."),
@@ -210,12 +217,12 @@ def generate(
     stats: bool,
 ) -> int:
     """Continue a prompt, or answer it (--chat). The text is the same with and without a draft."""
-    request = of_one_answer(read_request(ctx.params))
+    chat = chat or system is not None or bool(image)
+    request = of_one_answer(read_request(ctx.params, new_tokens=ANSWER_TOKENS if chat else DEFAULT_NEW_TOKENS))
     text = read_prompt(prompt)
     expected, request = read_prediction(prediction, request)
     content = with_images(text, image or [])
     generator = load_with_spinner(request)
-    chat = chat or system is not None or bool(image)
     if not chat and getattr(generator.tokenizer, "chat_template", None):
         remark("hint: the prompt is continued as a text: for an answer by the model's chat template, pass --chat")
     live = stream and not json_ and request.options.get("num_return_sequences", 1) == 1

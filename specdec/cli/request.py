@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from specdec.generator.generator import SpecGenerator
 
 DEFAULT_NEW_TOKENS = 128
+ANSWER_TOKENS = 1024  # the limit of a chat's answer
 _LONG = 140  # tokens
 STDIN = "-"
 SAMPLING_FLAGS = ("temperature", "top_k", "top_p", "sampling")

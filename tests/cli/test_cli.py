@@ -414,6 +414,8 @@ def test_chat(chatty: str, generate: Any, called: Any) -> None:
     for flags, system in ((["--chat"], []), (["--system", "be short"], [{"role": "system", "content": "be short"}])):
         expected = generator.generate(messages=[*system, user], max_new_tokens=12)
         assert called("generate", chatty, "-p", "def f", *NEW, *flags) == (expected.texts[0] + "\n", "")
+        whole = json.loads(called("generate", chatty, "-p", "def f", "--set", "max_time=0.01", "--json", *flags).out)
+        assert whole["settings"]["options"]["max_new_tokens"] == 1024  # an answer was cut at 128
 
 
 def answers(folder: str, *said: str) -> list[str]:
