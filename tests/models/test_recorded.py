@@ -2,8 +2,6 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,37 +12,16 @@ from torch import nn
 from specdec import Loading, SpecGenerator
 from specdec.core.budget import Budget
 from specdec.core.drafts import ChainRule, Choice, Filter
-from specdec.core.work import Work
-from specdec.decoding.processors import Processors
-from specdec.decoding.samplers import GreedySampler
 from specdec.errors import UnsupportedError
-from specdec.models import LanguageModel, Session, load_model
+from specdec.models import LanguageModel, load_model
 from specdec.models.backends.ragged import RaggedForward
 from specdec.models.backends.recorded import Sizes, example
 from tests.folders import saved, saved_gguf
-from tests.models.exact import Twin, twin_of
-from tests.proposers.fakes import FakeSequence, choosing
+from tests.models.exact import twin_of
 from tests.tiny import ENCODER_DECODERS, tiny, tiny_inputs
 
 pytestmark = pytest.mark.usefixtures("built")
 NAMES = ("llama", "gemma2", "whisper", "t5")
-
-CONFIDENT = Budget(9, edges=(2.0,), bases=(0.0, 0.0), rates=(1.0, 1.0))  # guesses are as good as the draft believes
-
-
-def chained(session: Session, row: int, text: list[int], rule: ChainRule) -> list[tuple[int, float]]:
-    """The chain of one row, which holds as much text as before."""
-    before = session.length(row)
-    [found] = session.draft_chain([row], [text], [rule]).guesses
-    assert session.length(row) == before + len(text) + len(found) - 1
-    session.truncate([row], [before])
-    return found
-
-
-def same_guesses(found: Any, expected: Any) -> bool:
-    """The same tokens, and nearly the same probabilities."""
-    (tokens, sure), (others, beliefs) = zip(*found, strict=True), zip(*expected, strict=True)
-    return tokens == others and sure == pytest.approx(beliefs, rel=1e-4)
 
 
 def packed(model: nn.Module) -> RaggedForward:
@@ -168,17 +145,6 @@ def language(request: pytest.FixtureRequest) -> LanguageModel:
 
 
 class TestPasses:
-    def test_passes(self, language: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Chains, trees and rows of any number, past the first capacity, and none of it in the backend below."""
-        twin = twin_of(language, 3)
-        with monkeypatch.context() as patch:
-            patch.setattr(language.ragged.fused, "output", None)
-            twin.wander()
-            twin.step([twin.chain(150), twin.chain(1), twin.tree()], [2, 1, 1], [list(range(150)), [0], [5, 6]])
-            twin.leave(0, 2)
-            for size in (1, 1, 2, 1):
-                twin.step([twin.chain(size)], [size], [[0]])
-
     def test_hidden_states(self, language: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
         """They come from the same passes: of all layers or some, as the model gives them, beside the same logits."""
         twin, below = twin_of(language, 2), twin_of(LanguageModel(language.model, backend="eager"), 2)
@@ -200,106 +166,6 @@ class TestPasses:
                 torch.testing.assert_close(mine, own, rtol=1e-3, atol=1e-4)
                 assert part is None or torch.equal(part, mine)
 
-    @pytest.mark.parametrize("prompt", [9, 40])
-    def test_chains(self, language: LanguageModel, prompt: int) -> None:
-        """A chain in one call makes the guesses of passes one by one, ends where those would, and leaves as much."""
-        twin = twin_of(language, 2)
-        twin.prefill(prompt, 4)
-        session, row, text = twin.session, twin.rows[0], [7, 12, 5]
-        pick = partial(GreedySampler(Processors(), 64).pick, FakeSequence([0]))
-        whole = [(token, sure) for token, sure, _ in self.picked(twin, row, text, 6, pick)]
-        passes = session.passes
-        for most in (1, 6):
-            assert same_guesses(chained(session, row, text, ChainRule(most, 64, budget=CONFIDENT)), whole[:most])
-        assert session.passes == passes + 7
-        assert chained(session, row, text, ChainRule(6, 64)) == [(token, 1.0) for token, _ in whole]
-        tokens, sure = zip(*whole, strict=True)
-        # The chances of the first two are enough, of three not.
-        at_least = math.prod(sure[:2]) * 0.9999
-        assert len(chained(session, row, text, ChainRule(6, 64, budget=replace(CONFIDENT, node_cost=at_least)))) == 3
-        last = tokens.index(tokens[2])
-        assert len(chained(session, row, text, ChainRule(6, 64, ends={tokens[2]}))) == last + 1
-        assert all(token < 9 for token, _ in chained(session, row, text, ChainRule(6, 9)))
-        twin.step([twin.chain(2), twin.chain(1)], [2, 1], [[0, 1], [0]])  # as if nothing had been
-
-    def test_chains_of_several_rows(self, language: LanguageModel) -> None:
-        """Each row's guesses are those of its own chain alone, however long the others are and however they end."""
-        twin = twin_of(language, 5)
-        twin.prefill(9, 40, 4, 7, 12)
-        session, rows, texts = twin.session, twin.rows, [[7, 12, 5], [9], [20, 21], [3], [8, 4]]
-        drawn = Choice([Filter("temperature", (0.7,)), Filter("top", (9, 1.0, 1))], 1 << 63, 3)
-        rules = [
-            ChainRule(5, 64, budget=CONFIDENT),
-            ChainRule(1, 64),
-            ChainRule(7, 64, drawn, CONFIDENT),
-            ChainRule(6, 60, budget=Budget(6, None, (0.5,), (0.1, 0.0), (0.7, 1.0), node_cost=0.2)),
-            ChainRule(6, 64, ends={*range(0, 64, 2)}),
-        ]
-        alone = [chained(session, *given) for given in zip(rows, texts, rules, strict=True)]
-        passes = session.passes
-        found = session.draft_chain(rows, texts, rules).guesses
-        assert len({*map(len, alone)}) > 2
-        for mine, own, held, text, row in zip(found, alone, twin.texts, texts, rows, strict=True):
-            assert same_guesses(mine, own)
-            assert session.length(row) == len(held) + len(text) + len(mine) - 1
-        assert session.passes == passes + max(map(len, found))
-        session.truncate(rows, [0, *(len(text) for text in twin.texts[1:])])  # one row begins anew beside the others
-        anew = session.draft_chain(rows, [twin.texts[0] + texts[0], *texts[1:]], rules).guesses
-        assert [[token for token, _ in mine] for mine in anew] == [[token for token, _ in mine] for mine in found]
-        session.truncate(rows, [len(text) for text in twin.texts])
-        firsts = session.draft_chain(rows, texts, [ChainRule(1, 64, budget=CONFIDENT)] * 5).guesses
-        together = sum(sure for [(_, sure)] in firsts)  # what they gain
-        for share, longest in ((0.9, 2), (1.1, 1)):
-            session.truncate(rows, [len(text) for text in twin.texts])
-            budget = replace(CONFIDENT, pass_cost=share * together)
-            shared = session.draft_chain(rows, texts, [ChainRule(2, 64, budget=budget)] * 5).guesses
-            assert {*map(len, shared)} == {longest}
-        session.truncate(rows, [len(text) for text in twin.texts])
-        twin.step([twin.chain(2) for _ in rows], [2] * 5, [[0, 1]] * 5)  # as if nothing had been
-
-    @pytest.mark.parametrize("sampler", choosing(64).values(), ids=choosing(64))
-    def test_chosen_in_chains(self, language: LanguageModel, sampler: GreedySampler) -> None:
-        """As the sampler picks them and their siblings, whatever it suppresses, cuts off or draws."""
-        twin = twin_of(language, 1)
-        twin.prefill(9)
-        session, row, text = twin.session, twin.rows[0], [7, 12, 5]
-        fake = FakeSequence([*range(9), *text], prompt_length=4)
-        beside: list[dict[int, float]] = []
-
-        def pick(guesses: list[int], logits: torch.Tensor, confident: bool) -> tuple[int, float, torch.Tensor | None]:
-            token, sure, q = sampler.pick(fake, guesses, logits, confident=confident)
-            others = [(other, chance) for other, chance in sampler.likeliest(fake, guesses, logits, 4) if chance]
-            beside.append(dict([(other, chance) for other, chance in others if other != token][:3]))
-            return token, sure, q
-
-        for confident in (True, False):
-            whole = self.picked(twin, row, text, 6, partial(pick, confident=confident))
-            budget, count = CONFIDENT if confident else Budget(9), 3 if confident else 0
-            given = ChainRule(6, 64, sampler.choice(fake), budget, needs_q=sampler.needs_q, siblings=count)
-            [found], [drawn_from], [siblings] = session.draft_chain([row], [text], [given])
-            for pairs, expected in zip(siblings, beside, strict=False):
-                assert dict(pairs) == (pytest.approx(expected, rel=1e-3) if count else {})
-            session.truncate([row], [9])
-            assert same_guesses(found, [(token, sure) for token, sure, _ in whole])
-            assert (drawn_from is None) != sampler.needs_q
-            if drawn_from is not None:
-                torch.testing.assert_close(drawn_from, torch.stack([q for *_, q in whole]), rtol=1e-3, atol=1e-5)
-
-    def picked(
-        self, twin: Twin, row: int, text: list[int], count: int, pick: Callable[..., Any]
-    ) -> list[tuple[int, float, torch.Tensor | None]]:
-        """What is picked of passes over one token each."""
-        session, before = twin.session, twin.session.length(row)
-        [out] = session.run([Work.text(row, text)])
-        session.commit([row], [list(range(len(text)))])
-        logits, found = out.logits[-1], list[tuple[int, float, torch.Tensor | None]]()
-        for _ in range(count):
-            found.append(pick([token for token, *_ in found], logits))
-            logits = session.run([Work.text(row, [found[-1][0]])])[0].logits[0]
-            session.commit([row], [[0]], final=False)
-        session.truncate([row], [before])
-        return found
-
     @pytest.mark.parametrize(
         ("name", "numbers", "words"),
         [
@@ -318,17 +184,17 @@ class TestPasses:
         twin = twin_of(language, 1)
         twin.prefill(9)
         with pytest.raises(ValueError, match=words):
-            chained(twin.session, twin.rows[0], [7], ChainRule(2, 64, Choice([Filter(name, numbers)])))
+            twin.session.draft_chain(twin.rows, [[7]], [ChainRule(2, 64, Choice([Filter(name, numbers)]))])
 
     def test_a_chain_of_numbers_that_are_none(self, language: LanguageModel) -> None:
         """A model that overflows has no guess, and says so."""
         twin = twin_of(language, 1)
         twin.prefill(9)
         weight = next(language.model.get_output_embeddings().buffers())
-        before = weight.clone()
+        before, budget = weight.clone(), Budget(9, edges=(2.0,), bases=(0.0, 0.0), rates=(1.0, 1.0))
         weight.fill_(math.nan)
         try:
-            [[token, sure]] = chained(twin.session, twin.rows[0], [7], ChainRule(6, 64, budget=CONFIDENT))
+            [[[token, sure]]] = twin.session.draft_chain(twin.rows, [[7]], [ChainRule(6, 64, budget=budget)]).guesses
         finally:
             weight.copy_(before)
         assert token == 0
@@ -338,7 +204,7 @@ class TestPasses:
         name = language.config.model_type
         eager = SpecGenerator(tiny(name), tiny(name, seed=1), backend="eager")
         given = tiny_inputs(name, 2) if name in ENCODER_DECODERS else {"input_ids": torch.tensor([[5, 9, 33, 7, 12]])}
-        given |= {"max_new_tokens": 60, "do_sample": False}
+        given |= {"max_new_tokens": 20, "do_sample": False}
         expected = eager.generate(**given)
         for backend in ("eager", "packed"):
             draft = LanguageModel(tiny(name, seed=1), backend=backend)

@@ -108,12 +108,10 @@ class FakeModel:
         *,
         is_encoder_decoder: bool = False,
         max_positions: int = 4096,
-        session: type[FakeSession] | None = None,
     ) -> None:
         self.vocab_size, self.is_encoder_decoder, self.max_positions = vocab_size, is_encoder_decoder, max_positions
         self.epoch = 0
         self.num_ids = vocab_size
-        self.session_kind = session or FakeSession
         self.sessions: list[FakeSession] = []
         self.encoded = 0
         self.fail_in = -1
@@ -144,7 +142,7 @@ class FakeModel:
         return FakeEncoding(inputs["input_ids"].sum(-1).tolist())
 
     def session(self) -> FakeSession:
-        self.sessions.append(self.session_kind(self))
+        self.sessions.append(FakeSession(self))
         return self.sessions[-1]
 
 

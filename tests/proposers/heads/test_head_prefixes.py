@@ -11,6 +11,7 @@ import torch
 
 from specdec import LanguageModel, SpecGenerator
 from specdec.models import prefix_bytes
+from specdec.models.backends.kv_session import KvSession
 from tests.engine.test_threads import is_clean
 from tests.heads import IDS, RUN, Proposals, eagle_folder, target
 from tests.matrix import slow
@@ -47,6 +48,35 @@ def test_the_text_is_the_target_s(kind: str, way: str, made: Callable[[str], tup
         given = {name: given[name] for name in given if name not in DRAFTING and name != "num_assistant_branches"}
     assert out.sequences.tolist() == plain.generate(IDS, **RUN, **given).sequences.tolist()
     assert out.stats.num_draft_tokens > 0 or (way == "beams" and kind == "dflash")
+
+
+SAMPLED = {"do_sample": True, "seed": 3, "top_k": 20, "temperature": 1.5, "num_return_sequences": 2}
+
+
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("kind", ["windows", "mtp"])
+@pytest.mark.parametrize(("schedule", "how"), [("constant", {}), ("confidence", SAMPLED)], ids=str)
+def test_chains_in_one_call_are_those_of_passes(
+    kind: str,
+    schedule: str,
+    how: dict[str, Any],
+    made: Callable[[str], tuple[Any, Any]],
+    proposals: Proposals,
+    chains: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However guesses are chosen, of one text and of several; experts and all."""
+    model, draft = made(kind)
+    generator, guesses = SpecGenerator(model, draft, backend="packed", schedule=schedule), []
+    expected = [SpecGenerator(model).generate(ids, **RUN, **how).sequences.tolist() for ids in (IDS, IDS[:1])]
+    for whole in (True, False):
+        monkeypatch.setattr(KvSession, "draft_chains", whole)
+        proposals.clear()
+        chains.clear()
+        assert [generator.generate(ids, **RUN, **how).sequences.tolist() for ids in (IDS, IDS[:1])] == expected
+        assert (len({*chains}) > 1) == whole
+        guesses.append([(text, tree.tokens) for text, tree in proposals])
+    assert guesses[0] == guesses[1]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -15,7 +15,6 @@ from specdec import OptionError, SpecGenerator, UnsupportedError
 from specdec.errors import LoadError
 from specdec.kernels import PackedLinear
 from specdec.models import LanguageModel
-from specdec.models.backends.kv_session import KvSession
 from specdec.models.backends.padded import PaddedPasses
 from specdec.models.hf.tiny_models import shake
 from specdec.proposers.heads.mtp import MtpDraft
@@ -83,35 +82,6 @@ def test_guesses_are_those_of_transformers(
     for text in common:
         assert guesses[text][:1] == theirs[text][:1]
     assert max(len(tokens) for tokens in guesses.values()) == 4
-
-
-def test_recorded_layers_make_all_guesses_in_one_call(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, proposals: Proposals
-) -> None:
-    """The same guesses as in passes by Python, experts and all, for one text and for several."""
-    model = with_layers(monkeypatch, "deepseek_v3", 1)
-    chain, rows = KvSession.draft_chain, list[int]()
-
-    def spied(self: KvSession, *given: Any) -> Any:
-        rows.append(len(given[0]))
-        return chain(self, *given)
-
-    monkeypatch.setattr(KvSession, "draft_chain", spied)
-    drafting: dict[str, Any] = {**RUN, "schedule": "constant", "num_assistant_tokens": 4}
-    language, seen = LanguageModel(model, backend="packed"), []
-    for is_recorded in (False, True):
-        generator = SpecGenerator(language, "mtp")
-        [stage] = generator.draft.models
-        if not is_recorded:
-            stage.ragged.recorded = None
-        rows.clear()
-        proposals.clear()
-        for ids in (IDS, IDS[:1]):
-            out = generator.generate(ids, **drafting)
-            assert out.sequences.tolist() == SpecGenerator(model).generate(ids, **RUN).sequences.tolist()
-        assert ({1, 3} <= {*rows}) == is_recorded
-        seen.append({tuple(text): tree.tokens for text, tree in proposals})
-    assert seen[0] == seen[1]
 
 
 def checkpoint(folder: Path) -> tuple[Path, Any]:
