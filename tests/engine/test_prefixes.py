@@ -38,39 +38,28 @@ def alone(model: Any, prompt: Any, **options: Any) -> list[list[int]]:
 TURNS = [{}, {"do_sample": True, "seed": 3}, {"num_beams": 3}]
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "bloom", "gpt2"])
-@pytest.mark.parametrize("how", TURNS)
-def test_the_next_turn_continues_the_last(name: str, how: dict[str, Any]) -> None:
-    """A chat so far is not read again, its answer included, and the text is as if it were."""
-    model = tiny(name)
-    generator = SpecGenerator(model, "suffix", prefix_cache=True)
-    assert generator.generate(FIRST, **COMMON, **how).stats.cached_prompt_tokens == 0
-    for turn in range(3):
-        so_far = generator.generate(FIRST, **COMMON, **how).sequences[:, :50].tolist()
-        prompt = [[*so_far[0], 9, 10 + turn, 11]]
-        out = generator.generate(prompt, **COMMON, **how)
-        assert out.stats.cached_prompt_tokens >= 40
-        assert out.sequences.tolist() == alone(model, prompt, **how)
-
-
-@in_pairs(name=["llama", "gemma2", "gpt2"], how=TURNS, copying=[False, True])
-def test_the_draft_of_the_next_turn_reads_what_is_new(
-    name: str, how: dict[str, Any], *, copying: bool, monkeypatch: pytest.MonkeyPatch
+@in_pairs(name=["llama", "gemma2", "bloom", "gpt2"], how=TURNS, draft=["copies", "model", "both"])
+def test_the_next_turn_continues_the_last(
+    name: str, how: dict[str, Any], draft: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A chat so far is not read again by a draft model. (The target continued, and the draft read all of it.)"""
+    """A chat so far is not read again, its answer included, and the text is as if it were.
+
+    Nor does a draft model read it again. (The target continued, and the draft read all of it.)
+    """
     monkeypatch.setattr(hybrid, "_FEW", 1000)  # the model reads however little is left
-    target, draft = tiny(name), tiny(name, seed=1)
-    generator = SpecGenerator(target, ("suffix", draft) if copying else draft, schedule="constant", prefix_cache=True)
-    with shapes(draft) as read:
-        so_far = generator.generate(FIRST, **COMMON, **how).sequences.tolist()
+    target, model = tiny(name), tiny(name, seed=1)
+    drafts: dict[str, Any] = {"copies": "suffix", "model": model, "both": ("suffix", model)}
+    generator = SpecGenerator(target, drafts[draft], schedule="constant", prefix_cache=True)
+    with shapes(model) as read:
+        out = generator.generate(FIRST, **COMMON, **how)
+        assert out.stats.cached_prompt_tokens == 0
         for turn in range(3):
-            prompt = [[*so_far[0], 9, 10 + turn, 11]]
+            prompt = [[*out.sequences[0].tolist(), 9, 10 + turn, 11]]
             out = generator.generate(prompt, **COMMON, **how)
             assert out.stats.cached_prompt_tokens >= 40
             assert out.sequences.tolist() == alone(target, prompt, **how)
-            so_far = out.sequences.tolist()
-    assert read
-    assert sum(nodes for _, nodes in read if nodes > 35) < len(so_far[0])
+    assert bool(read) == (draft != "copies")
+    assert sum(nodes for _, nodes in read if nodes > 35) < out.sequences.shape[1]
 
 
 def test_a_hybrid_knows_what_the_draft_need_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,9 +290,9 @@ def test_whose_models_continue_earlier_texts(is_owned: bool, draft: str | None) 
     by_default = 79 * (is_owned and draft != "model")  # the draft is the caller's
     for wanted, shared, cached in ((None, 79, by_default), (True, 79, 79), (False, 0, 0)):
         generator = SpecGenerator(target, small if draft == "model" else draft, prefix_cache=wanted)
-        out = generator.generate([prompt, [*prompt[:79], 3, 4]], **COMMON)
+        out = generator.generate([prompt, [*prompt[:79], 3, 4]], **endless(4))
         assert out.stats.cached_prompt_tokens == shared
-        assert generator.generate([prompt], **COMMON).stats.cached_prompt_tokens == cached
+        assert generator.generate([prompt], **endless(4)).stats.cached_prompt_tokens == cached
     with pytest.raises(OptionError, match="prefix_cache"):
         SpecGenerator(tiny("llama"), prefix_cache=-1)
 

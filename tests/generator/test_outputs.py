@@ -19,6 +19,7 @@ KEPT = ("scores", "logits", "hidden_states", "attentions")
 FIELDS = {"return_dict_in_generate": True, **{f"output_{kind}": True for kind in KEPT}}
 LAYERED = ("attentions", "hidden_states", "decoder_attentions", "decoder_hidden_states", "cross_attentions")
 COMMON = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+SOME = (None, "model", "suffix")
 
 
 def close(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -48,13 +49,27 @@ def compared(model: Any, draft: Any, own: dict[str, Any], **given: Any) -> tuple
     return out, expected
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "t5", "bart"])
-@pytest.mark.parametrize("draft", [None, "perfect", "half"])
-def test_fields_equal_transformers(name: str, draft: str | None) -> None:
-    """Scores, logits, hidden states and attentions, per token, for every layer."""
-    model = tiny(name, attn_implementation="eager")
-    inputs = tiny_inputs(name) if name in ("t5", "bart") else {"input_ids": torch.tensor([[5, 9, 12, 7, 9, 12]])}
-    both = compared(model, draft, {}, **inputs, repetition_penalty=1.2)
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("name", "draft", "chunk"),
+    [
+        *((name, draft, None) for name in ("llama", "gpt2", "t5", "bart") for draft in (None, "perfect", "half")),
+        *((name, draft, None) for name in ("qwen3_next", "lfm2", "gpt_neo") for draft in (None, "suffix")),
+        *(("jamba", None, None), ("llama", "suffix", 3), ("mamba", "suffix", 3), ("t5", "suffix", 3)),
+    ],
+)
+def test_fields_equal_transformers(name: str, draft: str | None, chunk: int | None) -> None:
+    """Scores, logits, hidden states and attentions, per token, of every layer, the attentions of those that attend.
+
+    They are whole where a prompt is longer than a chunk. (Only its last chunk's were kept.)
+    """
+    attends = {} if name == "mamba" else {"attn_implementation": "eager"}
+    model, ids = tiny(name, **attends), torch.tensor([[5, 9, 12, 7, 9, 12, 30, 8]])
+    inputs = tiny_inputs(name) if name in ("t5", "bart") else {"input_ids": ids}
+    if name == "t5" and chunk:
+        inputs["decoder_input_ids"] = torch.cat([torch.tensor([[1]]), ids[:, 1:]], dim=1)
+    own = {"prefill_chunk_size": chunk} if chunk else {}
+    both = compared(model, draft, own, **inputs, repetition_penalty=1.2, output_attentions=bool(attends))
     assert len(both[0].scores) == len(both[0].logits) == 12
     assert close(*(model.compute_transition_scores(o.sequences, o.scores, normalize_logits=True) for o in both))
 
@@ -76,39 +91,15 @@ def test_encoder_fields_equal_transformers(name: str, copies: int) -> None:
     assert plain.encoder_attentions is None
 
 
-@pytest.mark.parametrize("name", ["llama", "mamba", "t5"])
-def test_fields_of_a_prompt_longer_than_the_chunk(name: str) -> None:
-    """The prompt's traces are whole. (Only its last chunk's were kept.)"""
-    model = tiny(name, **({} if name == "mamba" else {"attn_implementation": "eager"}))
-    prompt: dict[str, Any] = {"input_ids": torch.tensor([[5, 9, 12, 7, 9, 12, 30, 8]])}
-    if name == "t5":
-        prompt["decoder_input_ids"] = torch.tensor([[1, 9, 12, 7, 9, 12, 30, 8]])
-    compared(model, "suffix", {"prefill_chunk_size": 3}, **prompt, output_attentions=name != "mamba")
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", ["qwen3_next", "lfm2", "jamba", "gpt_neo"])
-@pytest.mark.parametrize("draft", [None, "suffix"])
-def test_attentions_of_mixed_models(name: str, draft: str | None) -> None:
-    """Those of the layers that attend, also of models that keep the library's own cache."""
-    model = tiny(name, attn_implementation="eager")
-    prompt: dict[str, Any] = {"input_ids": torch.tensor([[5, 9, 12, 7, 9, 12]])}
-    if draft and name == "jamba":
-        with pytest.raises(UnsupportedError, match="one by one"):
-            SpecGenerator(model, draft).generate(**prompt, **COMMON, output_attentions=True)
-        return
-    compared(model, draft, {}, **prompt)
-
-
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    ("name", "attention", "reason"),
+    ("name", "attention", "reason", "draft"),
     [
-        *((name, "sdpa", "eager") for name in ("llama", "t5", "qwen3_next", "lfm2")),
-        *((name, None, "no attention") for name in ("mamba", "mamba2", "rwkv")),
+        *((name, "sdpa", "eager", draft) for name in ("llama", "t5", "qwen3_next", "lfm2") for draft in SOME),
+        *((name, None, "no attention", draft) for name in ("mamba", "mamba2", "rwkv") for draft in SOME),
+        ("jamba", "eager", "one by one", "suffix"),
     ],
 )
-@pytest.mark.parametrize("draft", [None, "model", "suffix"])
 def test_attentions_that_cannot_be_had(name: str, attention: str | None, reason: str, draft: str | None) -> None:
     """Refused before any pass. (Some came after the draft's passes, some were left out, some ended in IndexError.)"""
     model = tiny(name, **({} if attention is None else {"attn_implementation": attention}))

@@ -49,6 +49,13 @@ class SlowModel(FakeModel):
         return session
 
 
+class Counting(SlowModel):
+    """Every token is one more than the token before it, and sure."""
+
+    def logits(self, prefix: Sequence[int], encoding: int = 0) -> Tensor:
+        return 20 * one_hot(torch.tensor((prefix[-1] + 1) % self.vocab_size), self.vocab_size).float()
+
+
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
@@ -162,11 +169,6 @@ def test_refuses_a_model_as_the_text_draft() -> None:
 
 def test_a_chain_goes_on_with_copies(clock: Clock) -> None:
     """The model ran a pass for each token of what the text has once already: copies behind its chain cost none."""
-
-    class Counting(SlowModel):
-        def logits(self, prefix: Sequence[int], encoding: int = 0) -> Tensor:
-            return 20 * one_hot(torch.tensor((prefix[-1] + 1) % self.vocab_size), self.vocab_size).float()
-
     for siblings in (False, True):
         model = Counting(clock)
         session = HybridDraft(SuffixDraft(), ModelDraft(model)).start(50)
@@ -212,11 +214,6 @@ def test_doubtful_copies_lose_only_to_a_model_that_has_read(clock: Clock, text: 
 
 def test_a_model_is_not_judged_by_copies_that_missed(clock: Clock) -> None:
     """Both had one measure of acceptance: on prose a model that was always right guessed one token at a time."""
-
-    class Counting(SlowModel):
-        def logits(self, prefix: Sequence[int], encoding: int = 0) -> Tensor:
-            return 20 * one_hot(torch.tensor((prefix[-1] + 1) % self.vocab_size), self.vocab_size).float()
-
     missed = right = Acceptance()
     for _ in range(30):
         missed, right = missed.after([(0.99, False)], 1), right.after([(0.99, True)] * 4, 4)
@@ -231,17 +228,11 @@ def test_a_model_is_not_judged_by_copies_that_missed(clock: Clock) -> None:
 @pytest.mark.parametrize(("copied", "count"), [(0.0, 6), (1.0, 0)])
 def test_copies_price_the_model_only_where_they_are(clock: Clock, copied: float, count: int) -> None:
     """An answer began with five rounds without a guess, since copies had made the one before it six times as fast."""
-
-    class Counting(SlowModel):
-        seconds = 0.3
-
-        def logits(self, prefix: Sequence[int], encoding: int = 0) -> Tensor:
-            return 20 * one_hot(torch.tensor((prefix[-1] + 1) % self.vocab_size), self.vocab_size).float()
-
     right = Acceptance()
     for _ in range(30):
         right = right.after([(0.99, True)] * 4, 4)
-    draft, seq = HybridDraft(SuffixDraft(), ModelDraft(Counting(clock))), FakeSequence([*range(20)])
+    model, seq = Counting(clock), FakeSequence([*range(20)])
+    model.seconds, draft = 0.3, HybridDraft(SuffixDraft(), ModelDraft(model))
     draft.odds.acceptance, draft.odds.gap = right, 1.0
     session = draft.start(50)
     session._copied[seq.id] = copied
