@@ -43,7 +43,7 @@ def settings(tokenizer: WhisperTokenizer, **more: Any) -> GenerationConfig:
         "task_to_id": {task: word(f"<|{task}|>") for task in ("transcribe", "translate")},
         "suppress_tokens": [5, 6, word("<|startoflm|>"), word("<|nospeech|>")], "begin_suppress_tokens": [end],
         "alignment_heads": [[0, 1], [1, 0], [1, 3]], "return_timestamps": False, "max_initial_timestamp_index": 25,
-        "max_length": 48,
+        "max_length": 32,
     }  # fmt: skip
     return GenerationConfig(**{**common, **more})
 
@@ -51,7 +51,7 @@ def settings(tokenizer: WhisperTokenizer, **more: Any) -> GenerationConfig:
 def whisper(seed: int = 0, *, stamps: float = 0.0, end: float = 0.0, **options: Any) -> PreTrainedModel:
     """Random weights; `stamps` and `end` make timestamps and the end of the text likelier."""
     tokenizer = processor().tokenizer
-    sizes = {"max_source_positions": 50 * WINDOW, "max_target_positions": 48, "median_filter_width": 7}
+    sizes = {"max_source_positions": 50 * WINDOW, "max_target_positions": 32, "median_filter_width": 7}
     model = tiny("whisper", vocab=len(tokenizer), seed=seed, **{**sizes, **options})
     model.generation_config = settings(tokenizer)
     bias = torch.zeros(len(tokenizer))

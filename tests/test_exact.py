@@ -18,7 +18,7 @@ from tests.oracle import KINDS, oracle
 from tests.tiny import DECODERS, NAMES, tiny, tiny_inputs
 
 VOCAB = 64
-LENGTH = 18
+LENGTH = 12
 ARCHITECTURES = [name for name in NAMES if name != "rwkv"]
 COMMON = ("llama", "mistral", "gemma2", "gpt_neo", "bloom", "mamba", "t5", "whisper")  # one of every kind
 

@@ -25,7 +25,7 @@ from tests.heads import eagle_folder, target
 from tests.matrix import slow
 from tests.tiny import tiny
 
-CALL = {"max_new_tokens": 48, "eos_token_id": None, "schedule": "cost"}
+CALL = {"max_new_tokens": 32, "eos_token_id": None, "schedule": "cost"}
 PROMPT = [[5, 9, 20, 31, 5, 9, 20, 31, 5, 9]]
 
 

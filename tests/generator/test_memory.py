@@ -15,7 +15,7 @@ from tests.matrix import endless, some
 from tests.tiny import tiny
 
 IDS = [[5, 6, 7], [9, 8, 4, 3]]
-PLAIN = endless(24)
+PLAIN = endless(16)
 RUN: dict[str, Any] = {**PLAIN, "schedule": "constant", "num_assistant_tokens": 11}
 TEXT = "def reverse(word):\n    return word[::-1]\n"
 

@@ -34,7 +34,7 @@ from tests.matrix import in_pairs
 from tests.models.encoders import IDS, loud, masked, text
 from tests.oracle import oracle
 
-COMMON: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
+COMMON: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
 LAYERS = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
 HEARD = {
     **{"conv_dim": (16, 16), "conv_kernel": (10, 4), "conv_stride": (5, 4), "num_feat_extract_layers": 2},

@@ -16,7 +16,7 @@ from tests.oracle import oracle
 from tests.shrink import class_named, tiny_of
 from tests.tiny import tiny, tiny_inputs
 
-COMMON: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False}
+COMMON: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
 SEARCHES: list[dict[str, Any]] = [{}, {"num_beams": 3, "num_return_sequences": 2}]
 made = cache(lambda name: MADE[name]())
 

@@ -21,7 +21,7 @@ from tests.oracle import KINDS, contrastive, oracle
 from tests.pictures import FAMILIES, IMAGE, VIDEO, VOCAB, batch, hearing, prompt, seeing
 from tests.tiny import tiny
 
-LENGTH = 16
+LENGTH = 10
 BEGINNING, MIDDLE, ENDING = [1, 5, 6, 7, 8], [20, 21], [9, 10, 11, 12, 13]
 
 

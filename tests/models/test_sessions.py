@@ -393,6 +393,7 @@ def test_cross_attentions_of_rows_with_encodings_of_different_lengths() -> None:
     assert [out.cross_attentions[0].shape[-1] for out in outputs] == [9, 3]
 
 
+NEW = 20  # tokens, more than a window has
 SOME = pytest.mark.parametrize("kinds", [(None, "half"), slow(("perfect", "wrong", "random"))], ids=str)
 
 
@@ -408,13 +409,13 @@ def test_a_window_that_begins_after_the_prompt(search: dict[str, Any], kinds: Se
     for kind in kinds:
         generator = SpecGenerator(model, kind and oracle(kind, answers, 64), prefix_cache=True)
         for some in (prompts, prompts[:1], prompts[1:2]):
-            out = generator.generate(some, **endless(30, **search))
-            found = [row[-30:] for row in out.sequences.tolist()]
-            assert found == [answer[-30:] for answer in answers if answer[:-30] in some], kind
+            out = generator.generate(some, **endless(NEW, **search))
+            found = [row[-NEW:] for row in out.sequences.tolist()]
+            assert found == [answer[-NEW:] for answer in answers if answer[:-NEW] in some], kind
 
 
 def theirs(model: Any, prompt: list[int], **search: Any) -> list[int]:
-    found = model.generate(torch.tensor([prompt]), max_new_tokens=30, do_sample=False, eos_token_id=None, **search)
+    found = model.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False, eos_token_id=None, **search)
     text: list[int] = found[0].tolist()
     return text
 
@@ -430,4 +431,4 @@ def test_ngrams_of_a_window(kinds: Sequence[str | None]) -> None:
         assert answer != whole
         for kind in kinds:
             generator = SpecGenerator(model, kind and oracle(kind, [answer], 64))
-            assert generator.generate([[5, 6, 7, 8]], **endless(30, **search)).sequences.tolist() == [answer], kind
+            assert generator.generate([[5, 6, 7, 8]], **endless(NEW, **search)).sequences.tolist() == [answer], kind

@@ -21,7 +21,7 @@ from tests.test_exact import prompt_for, reference
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 WRITTEN = Path(golden).with_name("quantized.safetensors")
-OPTIONS = endless(12)
+OPTIONS = endless(8)
 schemes = pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES.keys())
 needs_kernels = pytest.mark.skipif(not kernels.available(), reason="needs kernels")
 

@@ -25,7 +25,7 @@ from tests.test_exact import prompt_for, reference
 from tests.tiny import DECODERS, tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-OPTIONS = endless(8)
+OPTIONS = endless(6)
 CPU = torch.device("cpu")
 
 
@@ -117,7 +117,7 @@ def test_text_is_that_of_the_model_in_memory(name: str, place: str, tmp_path: Pa
         language = disk_offload(tiny(name), tmp_path, execution_device=CPU)
     assert LanguageModel(language).device == CPU
     inputs = prompt_for(name, rows=2)
-    expected = reference(tiny(name), inputs, max_new_tokens=8).tolist()
+    expected = reference(tiny(name), inputs, max_new_tokens=6).tolist()
     for draft in (None, "suffix", oracle("half", expected, 64), tiny(name, seed=1)):
         out = SpecGenerator(language, draft).generate(**inputs, **OPTIONS)
         assert out.sequences.tolist() == expected, draft
@@ -249,7 +249,7 @@ def test_models_over_a_streamed_one(tmp_path: Path) -> None:
     whole, model = pair("llama", tmp_path)
     stream(model, find(model))
     inputs = prompt_for("llama")
-    expected = reference(whole, inputs, max_new_tokens=8).tolist()
+    expected = reference(whole, inputs, max_new_tokens=6).tolist()
     assert SpecGenerator(model, "early_exit:1").generate(**inputs, **OPTIONS).sequences.tolist() == expected
 
 
@@ -257,7 +257,7 @@ def test_offloaded_later() -> None:
     """A model may be offloaded after its positions are looked up by a wrapper."""
     for name in ("bart", "t5", "bloom"):
         model, inputs = tiny(name), prompt_for(name)
-        expected = reference(model, inputs, max_new_tokens=8).tolist()
+        expected = reference(model, inputs, max_new_tokens=6).tolist()
         language = LanguageModel(model)
         cpu_offload(model, execution_device=CPU)
         assert SpecGenerator(language, "suffix").generate(**inputs, **OPTIONS).sequences.tolist() == expected

@@ -22,7 +22,7 @@ from tests.tiny import ENCODER_DECODERS, threads, tiny, tiny_inputs
 
 pytestmark = pytest.mark.usefixtures("built")
 KINDS = ("float32", "bfloat16", "int8", "int4")
-COMMON = endless(24)
+COMMON = endless(16)
 SCHEDULES = ("constant", "heuristic", "confidence", "cost")
 HOWS: tuple[dict[str, Any], ...] = (
     {},

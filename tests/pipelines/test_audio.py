@@ -21,7 +21,7 @@ PARTS = processor()
 
 @pytest.fixture(scope="module")
 def transcriber() -> Transcriber:
-    return Transcriber(whisper(0, stamps=4.0, end=2.0), processor=PARTS, language="en")
+    return Transcriber(whisper(1, stamps=4.0, end=2.0), processor=PARTS, language="en")
 
 
 def saved(folder: Path, samples: np.ndarray = SOUND, *, rate: int = RATE, ending: str = "wav", **how: Any) -> Path:

@@ -150,12 +150,13 @@ def test_english_only() -> None:
     model.generation_config = settings(PARTS.tokenizer, is_multilingual=False, lang_to_id=None, task_to_id=None)
     del model.generation_config.lang_to_id, model.generation_config.task_to_id
     assert ours(model, sound, return_timestamps=True) == theirs(model, sound, return_timestamps=True)
-    assert ours(model, sound, **EN) == ours(model, sound)  # what servers' clients say
+    short = speech(1.2, seed=3)
+    assert ours(model, short, **EN) == ours(model, short)  # what servers' clients say
     for name, value in (("language", "de"), ("task", "translate")):
         with pytest.raises(OptionError, match=f"`{name}` '{value}' does not apply to an English-only model"):
             ours(model, sound, **{name: value})
     for timestamps in (True, "word"):
-        out = Transcriber(model, processor=PARTS)(sound, return_timestamps=timestamps, return_language=True)
+        out = Transcriber(model, processor=PARTS)(short, return_timestamps=timestamps, return_language=True)
         assert {out.language, *(chunk["language"] for chunk in out["chunks"])} == {"english"}
 
 
@@ -293,11 +294,11 @@ def test_draws_depend_on_the_seed_alone() -> None:
 @pytest.mark.parametrize("options", [{}, {"condition_on_prev_tokens": True}, slow({"language": None})], ids=str)
 def test_recordings_are_read_as_if_alone(options: dict[str, Any]) -> None:
     model = target(1)
-    sounds = [speech(seconds, seed=i) for i, seconds in enumerate([0.5, 2.2, 1.0, 1.6])]
+    sounds = [speech(seconds, seed=i) for i, seconds in enumerate([0.5, 1.8, 1.0])]
     transcriber = Transcriber(model, sharing(model), processor=PARTS)
     options = {**EN, "return_timestamps": True, **options}
     alone = [transcriber(sound, **options) for sound in sounds]
-    for batch_size in (4,) if "condition_on_prev_tokens" in options else (2, 4):
+    for batch_size in (3,) if "condition_on_prev_tokens" in options else (2, 3):
         together = transcriber(sounds, batch_size=batch_size, **options)
         assert [out.tokens for out in together] == [out.tokens for out in alone]
         assert together == alone
@@ -392,7 +393,7 @@ def test_words_stand_in_cues(chunked: bool) -> None:
     """Those of a segment together, or of chunks, which overlap, those of a sentence; no word is lost or twice."""
     decode = PARTS.tokenizer.decode
     broken = [i for i in range(256) if not (decode([i]).isascii() and decode([i]).isprintable())]  # parts of characters
-    transcriber = Transcriber(target(3), processor=PARTS, suppress_tokens=broken, **EN)
+    transcriber = Transcriber(target(), processor=PARTS, suppress_tokens=broken, **EN)
     options = {"chunk_length_s": 1.0} if chunked else {}
     out = transcriber(speech(2.8, seed=3), return_timestamps="word", **options)
     assert [word["text"] for cue in out.cues for word in cue["words"]] == [word["text"] for word in out["chunks"]]

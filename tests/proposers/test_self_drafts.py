@@ -58,7 +58,7 @@ def agreeing(name: str) -> Any:
 def test_texts_are_the_targets(kind: str, backend: str, how: dict[str, Any]) -> None:
     """Of ragged rows together, twice, so that the second call continues kept prefixes."""
     model = LanguageModel(wide(), backend=backend, owned=True)
-    options = endless(20, **how)
+    options = endless(12, **how)
     plain = {name: value for name, value in options.items() if name != "num_assistant_branches"}
     generator = SpecGenerator(model, kind, schedule="constant", num_assistant_tokens=4)
     for prompts in (PROMPTS, [[*prompt, 4] for prompt in PROMPTS]):
