@@ -2,6 +2,7 @@
 
 import ast
 import re
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -23,6 +24,7 @@ MODULES = {
 }
 
 
+@cache
 def imports(module: str) -> set[str]:
     """The modules of the package that one imports: in functions, for type hints and as text, too."""
     imported = set()
@@ -51,23 +53,20 @@ def home(module: str) -> str:
     return module if MODULES[module].name == "__init__.py" else module.rpartition(".")[0]
 
 
-IMPORTS = {module: imports(module) for module in MODULES}
-
-
 def folder(module: str) -> str:
     return module.split(".")[1]
 
 
-@pytest.mark.parametrize("module", sorted(MODULES.keys() - {"specdec", "specdec.__main__"}))
-def test_a_folder_imports_what_stands_above_it(module: str) -> None:
-    own = folder(module)
-    for other in {folder(name) for name in IMPORTS[module]} - {own}:
-        assert LAYERS.index(other) < LAYERS.index(own), f"{module} imports {other}"
-        assert other not in APART.get(own, ()), f"{module} imports {other}"
+def test_a_folder_imports_what_stands_above_it() -> None:
+    for module in sorted(MODULES.keys() - {"specdec", "specdec.__main__"}):
+        own = folder(module)
+        for other in {folder(name) for name in imports(module)} - {own}:
+            assert LAYERS.index(other) < LAYERS.index(own), f"{module} imports {other}"
+            assert other not in APART.get(own, ()), f"{module} imports {other}"
 
 
 def test_there_are_no_circles() -> None:
-    TopologicalSorter(IMPORTS).prepare()  # raises for one
+    TopologicalSorter({module: imports(module) for module in MODULES}).prepare()  # raises for one
 
 
 @pytest.mark.parametrize("folder", sorted({home(module) for module in MODULES}))
@@ -76,7 +75,7 @@ def test_files_and_folders_of_a_folder_are_layers(folder: str) -> None:
     entries: dict[str, set[str]] = {}
     for module in MODULES:
         if entry := entry_of(folder, module):
-            entries.setdefault(entry, set()).update(entry_of(folder, other) for other in IMPORTS[module])
+            entries.setdefault(entry, set()).update(entry_of(folder, other) for other in imports(module))
     for entry, others in entries.items():
         others -= {entry, ""}
     TopologicalSorter(entries).prepare()  # raises for a circle

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from openai import AsyncOpenAI
 from starlette.testclient import WebSocketDenialResponse
 from websockets.asyncio.client import connect
 
@@ -210,6 +209,8 @@ def test_refused_before_it_begins(model: Any, key_file: Path, caplog: pytest.Log
 
 async def test_openais_client_on_a_socket(model: Any) -> None:
     """It names the events; a connection may be idle longer than a request's head."""
+    from openai import AsyncOpenAI  # which takes a second
+
     async with listening(model, limits={"head_seconds": 0.2}) as (_, http):
         client = AsyncOpenAI(base_url=f"{http.base_url}/v1", api_key="none", max_retries=0)
         how: dict[str, Any] = {"model": "speech", "extra_query": {"intent": "transcription"}}

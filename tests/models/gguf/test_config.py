@@ -1,6 +1,7 @@
 """The header: what each key changes, and an error for a key that is not known."""
 
 import math
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,17 @@ from tests.models.gguf.files import reader, written
 from tests.models.gguf.models import KINDS, keys_of, model_of, saved
 
 pytest.importorskip("gguf")
-CONFIGS = {name: model_of(kind).config for name, kind in KINDS.items()}
+
+
+@cache
+def config_of(name: str) -> Any:
+    return model_of(KINDS[name]).config
 
 
 def config(path: Path, name: str, **keys: Any) -> Any:
     """The config of a file with a model's keys, and these; of those that are None, without them."""
     kind = KINDS[name]
-    written = keys_of(kind, CONFIGS[name]) | {f".{key.replace('__', '.')}": value for key, value in keys.items()}
+    written = keys_of(kind, config_of(name)) | {f".{key.replace('__', '.')}": value for key, value in keys.items()}
     tensors = {"token_embd.weight": np.zeros((64, 32)), "blk.0.ffn_down_exps.weight": np.zeros((4, 32, 24))}
     written = {key: value for key, value in written.items() if value is not None}
     return read_config(reader(path / "a.gguf", kind.architecture, written, tensors))
