@@ -154,7 +154,7 @@ def test_beam_sample_draws_without_replacement() -> None:
     scores = torch.tensor([[0.5, -1.0, 2.0], [0.0, 1.0, -0.5]]).log_softmax(-1)
     law = scores.add(torch.tensor([0.3, -0.3])[:, None]).flatten().softmax(0)
     first, second = torch.zeros(6), torch.zeros(6)
-    runs = 4000
+    runs = 2000
     for address in range(runs):
         found = beam.drawn(scores, [0.3, -0.3], 4, address * 7919)
         places = [3 * b + t for b, t in zip(found.parents, found.tokens, strict=True)]

@@ -138,7 +138,7 @@ ROWS = [[5, 9, 12, 7], [8, 30, 31, 7, 22, 9], [11]]
 def test_stop_strings_inside_trees(model: Any, kind: str) -> None:
     """In a batch every row ends with its first stop string, on a path of a tree or off it, and is itself until then."""
     letter, draft = letters(), noisy(tiny("llama"), 0.01)
-    options = endless(24, **KINDS[kind])
+    options = endless(16, **KINDS[kind])
     generator = SpecGenerator(model, draft, tokenizer=letter, **TREES)
     free = generator.generate(ROWS, **options).new_tokens()
     if kind not in ("rejection", "block"):
@@ -186,7 +186,7 @@ def cut(tokenizer: Any, prompt: list[int], new: list[int], stops: list[str]) -> 
 def test_stop_strings_inside_a_search(model: Any, search: dict[str, Any]) -> None:
     """Beams that meet a stop string in the middle of the draft's branches end there, as without a draft."""
     letter = letters()
-    options = endless(16, num_beams=4, seed=3, **search)
+    options = endless(12, num_beams=4, seed=3, **search)
     options["num_return_sequences"] = 4
     free = SpecGenerator(model, tokenizer=letter).generate(ROWS, **options).texts
     generator = SpecGenerator(model, noisy(tiny("llama"), 0.02), tokenizer=letter, schedule="constant")

@@ -91,14 +91,15 @@ def test_logits_are_those_of_the_model_in_memory(name: str, dtype: Any, tmp_path
     assert execution_device(model.get_input_embeddings()) == CPU
 
 
-BY_HAND = ["llama", "gemma2", "gpt2", "opt", "bloom", "falcon_alibi", "mamba2", "t5", "bart", "marian", "whisper"]
+USUAL, OTHERS = (
+    ("llama", "bloom", "mamba2", "t5", "bart"),
+    ("gemma2", "gpt2", "opt", "falcon_alibi", "marian", "whisper"),
+)
 PLACES = [
-    *((name, "streamed") for name in ("llama", "bloom", "mamba2", "t5", "bart")),
-    *(  # in turns, and all of them among the slow tests
-        slow(name, place) if (i + j) % 2 else (name, place)
-        for i, name in enumerate(BY_HAND)
-        for j, place in enumerate(("disk", "memory"))
-    ),
+    *((name, place) for name in USUAL for place in ("streamed", "disk")),
+    *((name, "memory") for name in USUAL[::3]),
+    *(slow(name, "memory") for name in USUAL if name not in USUAL[::3]),
+    *(slow(name, place) for name in OTHERS for place in ("disk", "memory")),
 ]
 
 
