@@ -172,7 +172,8 @@ class GreedySampler:
             return ()
         scores = process(self.processors, seq, guesses, fit(logits, self.width))
         top = scores.softmax(-1).topk(min(count, len(scores)))
-        return list(zip(top.indices.tolist(), top.values.tolist(), strict=True))
+        pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
+        return [(token, chance) for token, chance in pairs if chance > 0]  # processors forbid the others
 
     def expand(self, seq: SequenceView, ends: Sequence[Branch], logits: Tensor, budget: Budget) -> Level:
         return likeliest_children(torch.log_softmax(self._processed(seq, ends, logits), dim=-1), ends, budget)

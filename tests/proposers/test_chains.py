@@ -54,13 +54,6 @@ def proposals(proposer: Proposer, rows: list[FakeSequence], budgets: list[Budget
     return [proposer.propose([row], [budget])[0] for row, budget in zip(rows, budgets, strict=True)]
 
 
-def possible(tree: Tree) -> tuple[list[tuple[int, int]], list[float]]:
-    """Tokens with their parents, and confidences, without siblings that the sampler forbids: these are leaves."""
-    triples = zip(tree.tokens, tree.parents, tree.confidence or (), strict=True)
-    kept = [((token, parent), confidence) for token, parent, confidence in triples if confidence]
-    return [node for node, _ in kept], [confidence for _, confidence in kept]
-
-
 @pytest.mark.parametrize(
     ("name", "together"), [("llama", False), *((name, True) for name in ("llama", "gemma2", "whisper", "t5"))]
 )
@@ -81,8 +74,8 @@ def test_as_pass_by_pass(name: str, together: bool, chains: list[int]) -> None:
         budgets = [BUDGETS[(turn + row.id) % len(BUDGETS)] for row in rows[0]]
         trees = [proposals(one, same, budgets, together) for one, same in zip(proposers, rows, strict=True)]
         for number, (tree, other) in enumerate(zip(*trees, strict=True)):
-            nodes, belief = possible(tree)
-            assert (nodes, pytest.approx(belief, rel=1e-4)) == possible(other)
+            assert (tree.tokens, tree.parents) == (other.tokens, other.parents)
+            assert tree.confidence == pytest.approx(other.confidence, rel=1e-4)
             assert (tree.q is None) == (other.q is None)
             if tree.q is not None:
                 torch.testing.assert_close(other.q, tree.q, rtol=1e-3, atol=1e-5)
@@ -98,7 +91,8 @@ def test_as_pass_by_pass(name: str, together: bool, chains: list[int]) -> None:
         if turn == 1:
             for one in proposers:
                 one.drop([3])
-    assert chains == ([12] * 7 if together else [1] * 84)
+    count = len(rows[0])
+    assert chains == ([count] * 7 if together else [1] * 7 * count)
     assert len(lengths) > 5
     assert wide > 3
 
