@@ -31,7 +31,7 @@ class Stats:
     with the first new token, and `loading_seconds`, 0 for a caller's own models, were before the call. `saved_seconds`:
     what rounds with a draft saved beside rounds without one, below 0 where the draft took more; 0 where no schedule
     measured both. `exactness` compares the text with the same call's text without a draft: "strict" and "exact": equal;
-    "rounding": equal but for near-ties in half precision; "row- dependent": it may differ, since layers of the target
+    "rounding": equal but for near-ties in half precision; "row-dependent": it may differ, since layers of the target
     look at all tokens of a pass.
     """
 
