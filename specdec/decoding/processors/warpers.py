@@ -43,8 +43,8 @@ class Top:
             # A stable sort leaves the highest id last among equals; here it comes first.
             places = logits.argsort(dim=-1, stable=True).flip(-1)
             probs = torch.softmax(logits, dim=-1).gather(-1, places).double()
-            kept = probs.cumsum(-1) - probs < self.p
-            kept[:, : self.min_tokens_to_keep] = True
-            kept = torch.empty_like(logits, dtype=torch.bool).scatter_(-1, places, kept)
-            logits = logits.masked_fill(~kept, _NEVER)
+            mask = probs.cumsum(-1) - probs < self.p
+            mask[:, : self.min_tokens_to_keep] = True
+            mask = torch.empty_like(logits, dtype=torch.bool).scatter_(-1, places, mask)
+            logits = logits.masked_fill(~mask, _NEVER)
         return logits

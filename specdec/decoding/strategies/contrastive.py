@@ -108,13 +108,13 @@ class Contrastive(StrategyBase):
 
     def _ask(self, seq: SequenceView, state: Contrast, view: View) -> Contrast:
         """The state with the candidates for its next token, from the target's view at the end of its text."""
-        logits = self.guided(view.logits, view.unconditional)
-        processed = process(self.processors, seq, _new(seq, state.tokens), logits)
-        probs, ids = torch.softmax(processed, dim=-1).topk(min(self.top_k, processed.shape[-1]))
+        logits = self.guide(view.logits, view.unconditional)
+        scores = process(self.processors, seq, _new(seq, state.tokens), logits)
+        probs, ids = torch.softmax(scores, dim=-1).topk(min(self.top_k, scores.shape[-1]))
         step = Step(
             -1,
             view.logits.to(torch.float32, copy=True) if self.keep_logits else None,
-            processed.clone() if self.keep_scores else None,
+            scores.clone() if self.keep_scores else None,
         )
         return Contrast(state.tokens, tuple(ids.tolist()), state.context, probs, step, state.scores)
 
