@@ -34,8 +34,8 @@ class OpenAITask(Task):
         if request.seed is None:
             request = request.model_copy(update={"seed": seed % _NO_SEED})
         calls, thinking = self._model.calls(request), self._model.thinking(request)
-        how: dict[str, Any] = {"id": _id(seed), "created": 0, "calls": calls, "thinking": thinking}
-        answer = Answer(request, self._model.name, **how)
+        arguments: dict[str, Any] = {"id": _id(seed), "created": 0, "calls": calls, "thinking": thinking}
+        answer = Answer(request, self._model.name, **arguments)
         news = SimpleQueue[None]()
         for at, prompt in enumerate(request.prompts):
             for update in self._model.run(PromptRequest(request, prompt), partial(news.put, None)):

@@ -66,7 +66,7 @@ def summarize(
     make_folder(output_dir)
     generator = load_with_spinner(request, task=TASK)
     summarizer = Summarizer(generator, template=template, chunk_tokens=chunk_tokens)
-    request = replace(request, options=summarizer.limited(request.options))
+    request = replace(request, options=summarizer.with_limit(request.options))
     options, code = {**request.options, "truncation": truncate}, OK if len(texts) >= len(names) else FAILED
     documents, counts, bar, all_names = list[dict[str, Any]](), list[Stats](), Bar(), list(texts)
     seeds = batch_seeds(generator.options(**request.options), len(texts)) or []

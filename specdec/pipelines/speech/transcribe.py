@@ -107,8 +107,8 @@ class Transcriber:
         **options: Any,
     ) -> None:
         if processor is None and isinstance(target, str | PathLike):
-            how, _ = Loading.split(options)
-            processor = processor_beside(target, how.revision, trust_remote_code=how.trust_remote_code)
+            loading, _ = Loading.split(options)
+            processor = processor_beside(target, loading.revision, trust_remote_code=loading.trust_remote_code)
         tokenizer = tokenizer or getattr(processor, "tokenizer", None) or getattr(target, "tokenizer", None)
         self._extractor: Any = feature_extractor or getattr(processor, "feature_extractor", None)
         if tokenizer is None or self._extractor is None:
@@ -172,17 +172,17 @@ class Transcriber:
         Takes the options of a call, and raises its errors with the first piece. The pieces add up to the whole text;
         text that a later window may change (overlapping chunks, words with times) is one piece at the end.
         """
-        request, yielded = self._request(options, progress), ""
+        request, output = self._request(options, progress), ""
         recordings, results = list[Recording](), list[Transcription | None]()
         is_final = request.chunking is None and request.settings.return_timestamps != "word"
         for _ in self._windows([source], recordings, results, request):
             text = self._text(recordings[0], request)["text"] if is_final else ""
-            if text != yielded and text.startswith(yielded):
-                yield text[len(yielded) :]
-                yielded = text
+            if text != output and text.startswith(output):
+                yield text[len(output) :]
+                output = text
         [transcription] = results
         assert transcription is not None
-        if rest := transcription["text"][len(yielded) :]:
+        if rest := transcription["text"][len(output) :]:
             yield rest
         return transcription
 
@@ -202,7 +202,7 @@ class Transcriber:
         listener = Listener(self.generator, self._whisper, request.settings, options, lambda seconds: None)
 
         def finish(recording: Recording, seconds: float) -> Transcription:
-            result = self._finished(recording, request)
+            result = self._result(recording, request)
             result.seconds, result.stats = seconds, total(listener.stats)
             return result
 
@@ -305,11 +305,11 @@ class Transcriber:
                 request.progress(done, sum(recording.duration for recording in recordings))
 
         def tracks() -> Iterator[Track]:
-            number, stamped = first, bool(request.settings.return_timestamps)
+            number, timestamps = first, bool(request.settings.return_timestamps)
             for source in inputs:
                 recordings.append(Recording())
                 try:
-                    for track in recordings[-1].read(source, self._extractor, request.chunking, number, stamped):
+                    for track in recordings[-1].read(source, self._extractor, request.chunking, number, timestamps):
                         recordings[-1].tracks.append(track)
                         number += 1
                         yield track
@@ -326,11 +326,11 @@ class Transcriber:
                 break
         seconds, stats = clock() - began, total(listener.stats)
         whole = sum(recording.duration for recording in recordings) or 1.0
-        results += [None if recording.failed else self._finished(recording, request) for recording in recordings]
+        results += [None if recording.failed else self._result(recording, request) for recording in recordings]
         for transcription in filter(None, results):
             transcription.seconds, transcription.stats = seconds * transcription.duration / whole, stats
 
-    def _finished(self, recording: Recording, request: _Request) -> Transcription:
+    def _result(self, recording: Recording, request: _Request) -> Transcription:
         """The result of a recording, as far as it is decoded; warns where a long one has no words."""
         result = Transcription(self._text(recording, request))
         result.stopped = not recording.is_whole
