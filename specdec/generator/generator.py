@@ -31,7 +31,7 @@ from specdec.generator.inputs.prompts import Prompt, Prompts, beside_inputs, rea
 from specdec.generator.job import Job
 from specdec.generator.memories import MemoryWish
 from specdec.generator.tokenizers import Detokenizer, check_split_rule, check_tokenizer, tokenizer_beside
-from specdec.models import LanguageModel, load_model, needs_eyes, plain_modes
+from specdec.models import LanguageModel, load_model, needs_media_modules, plain_modes
 from specdec.options.fields import pop_fields
 from specdec.options.generate import Form, Options, to_list
 from specdec.options.load import Loading
@@ -99,7 +99,7 @@ class SpecGenerator:
         passes = Loading(backend=how.backend, exactness=how.exactness)  # some weights leave no choice of a backend
         self.target = load_model(load_model(model, how, name="target"), passes, name="target")
         if tokenizer is None and is_named:  # after the model, whose error gives the reason
-            tokenizer = tokenizer_beside(str(target), sees=self.target.sees, reader=reader, **how.beside)
+            tokenizer = tokenizer_beside(str(target), reads_media=self.target.reads_media, reader=reader, **how.beside)
         self.tokenizer, self.processor = split_processor(tokenizer)
         self.memory, self.grammars = wish.make(self.tokenizer), Grammars(self.target.vocab_size)
         self._drafts = Drafts(self.target, backend=how.backend, memory=self.memory)
@@ -280,9 +280,9 @@ class SpecGenerator:
             self.processor,
             fetch=extras.fetch_pictures,
         )
-        if any(row.pictures is not None and needs_eyes(row.pictures) for row in prompts.rows):
+        if any(row.pictures is not None and needs_media_modules(row.pictures) for row in prompts.rows):
             for model in draft_models:
-                if model.sees:
+                if model.reads_media:
                     model.load_media_modules()
         if extras.prediction is not None:
             prompts = with_predictions(prompts, extras.prediction, self.target, extras.tokenizer)

@@ -21,7 +21,7 @@ AT_MASKS = {"xlm", "xlnet", "flaubert"}
 _REREADING = {"phi3", "phimoe", "phi4_multimodal"}
 
 _ORIGINAL = "original_max_position_embeddings"
-_KNOWN_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
+_ATTENTION_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
 def attention_kinds(config: Any) -> tuple[AttentionKind, ...] | None:
@@ -37,7 +37,7 @@ def attention_kinds(config: Any) -> tuple[AttentionKind, ...] | None:
     names = getattr(config, "layer_types", None)
     if not names:
         return (AttentionKind("all", window, None if window else chunk),)
-    if not set(names) <= _KNOWN_KINDS:
+    if not set(names) <= _ATTENTION_KINDS:
         return None
     limits = {"sliding_attention": (window, None), "chunked_attention": (None, chunk)}
     return tuple(AttentionKind(name, *limits.get(name, (None, None))) for name in sorted(set(names)))
@@ -59,7 +59,7 @@ def trained_positions(config: Any) -> int | None:
     longest = getattr(config, "max_position_embeddings", None)
     if longest is None or getattr(config, "alibi", False):
         return None
-    scaled = [(one.get(_ORIGINAL) or longest) * (one.get("factor") or 1.0) for one in _rope_scalings(config)]
+    scaled = [(rope.get(_ORIGINAL) or longest) * (rope.get("factor") or 1.0) for rope in _rope_scalings(config)]
     return int(max(longest, *scaled))
 
 
@@ -89,8 +89,8 @@ def kv_width(config: Any, layers: int | None = None) -> int:
         return max(map(kv_width, config.per_layer_config[:layers]))
     heads = _number(config, "decoder_attention_heads", "num_attention_heads", "num_heads", "n_head", "n_heads") or 1
     hidden = _number(config, "hidden_size", "d_model", "n_embd") or 1
-    shared = getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False)
-    kv_heads = 1 if shared else _number(config, "num_key_value_heads", "num_kv_heads") or heads
+    has_one_head = getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False)
+    kv_heads = 1 if has_one_head else _number(config, "num_key_value_heads", "num_kv_heads") or heads
     width = _number(config, "head_dim", "d_kv") or max(hidden // heads, 1)
     parts = [_number(config, name) for name in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")]
     unequal = [part for part in parts if part is not None]

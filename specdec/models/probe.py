@@ -134,9 +134,9 @@ def _agrees(language: ModelSpec, model: Any, candidate: Capability) -> bool:
     try:
         kind: Any = type(language)
         trial = kind(model, capability=candidate)
-        allowed = 1e-3 if trial.dtype in (torch.float32, torch.float64) else 0.1  # of the logits' spread
+        tolerance = 1e-3 if trial.dtype in (torch.float32, torch.float64) else 0.1  # of the logits' spread
         return all(
-            bool((logits - expected).abs().max() <= allowed * expected.float().std())
+            bool((logits - expected).abs().max() <= tolerance * expected.float().std())
             for logits, expected in _trial(trial)
         )
     except Exception:
@@ -166,14 +166,14 @@ def _trial(language: ModelSpec) -> Iterator[tuple[Tensor, Tensor]]:
         ([Tree(ids(len(_PARENTS)), _PARENTS) for _ in lengths], [len(_PARENTS)] * 2, [[0, 2, 4], [0]]),
         ([Tree.chain(ids(1)) for _ in lengths], [1, 1], [[0], [0]]),
     ]
-    for trees, keep, committed in steps:
+    for trees, keep, paths in steps:
         for row, out in enumerate(session.run(list(map(Work, rows, trees, keep)))):
             for node in range(out.work.first, len(out.work.tree)):
                 tokens = texts[row] + [out.work.tree.tokens[n] for n in out.work.tree.path(node)]
                 expected = reference(language, tokens, encodings[row])
                 yield out.logits[node - out.work.first], expected
-        session.commit(rows, committed)
-        for text, tree, path in zip(texts, trees, committed, strict=True):
+        session.commit(rows, paths)
+        for text, tree, path in zip(texts, trees, paths, strict=True):
             text += [tree.tokens[node] for node in path]
 
 

@@ -65,7 +65,7 @@ class CrossAttention:
             rows_by_length.setdefault(self._encodings[encoder_row].hidden.shape[1], []).append(encoder_row)
         for frames, encoder_rows in rows_by_length.items():
             union = Encoding.joined([self._encodings[encoder_row] for encoder_row in encoder_rows])
-            layers = self._language.projected(union)
+            layers = self._language.project(union)
             for i, encoder_row in enumerate(encoder_rows):
                 self.buffers.write_prefix(encoder_row, [(keys[i], values[i]) for keys, values in layers], frames)
         self._unprojected -= unprojected

@@ -32,7 +32,7 @@ def with_bar(parts: Collection[Part], doing: str) -> Iterable[Part]:
     return logging.tqdm(parts, desc=doing)
 
 
-def initialized() -> Tensor:
+def placeholder() -> Tensor:
     """What stands for a weight that a module lacks: GPT-2 initialises the weights of its layers' layers by name."""
     tensor: Any = torch.empty(0)
     tensor._is_hf_initialized = True  # transformers leaves it alone

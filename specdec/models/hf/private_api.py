@@ -58,7 +58,7 @@ def hidden_states_of(layers: bool | Sequence[int]) -> bool | Sequence[int]:
     return layers if isinstance(layers, bool) or hasattr(output_capturing, "selected_hidden_states") else bool(layers)
 
 
-def returned(output: Any, name: str) -> Sequence[Any]:
+def per_layer(output: Any, name: str) -> Sequence[Any]:
     """The states or attentions of this name in an output, one per layer: encoder-decoders prefix their decoder's."""
     return output.get(name) or output.get(f"decoder_{name}") or ()
 
@@ -97,8 +97,8 @@ def skipped_keys(model: Any) -> Any:
 
 def quantizes(model: Any) -> Callable[[str], bool]:
     """Whether quantization converts a module, by name, as transformers' own: not heads, ties and float32."""
-    excluded = [*get_keys_to_not_convert(model), *(model._keep_in_fp32_modules or ())]
-    return partial(should_convert_module, patterns=excluded)
+    patterns = [*get_keys_to_not_convert(model), *(model._keep_in_fp32_modules or ())]
+    return partial(should_convert_module, patterns=patterns)
 
 
 def int8_linear(rows: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
@@ -145,5 +145,5 @@ def transcript(
 
     `languages`: the tokens that name one.
     """
-    how = {"return_timestamps": timestamps, "return_language": language, "time_precision": seconds}
-    return type(tokenizer)._decode_asr(_WithSpecialIds(tokenizer, languages), outputs, **how)
+    options = {"return_timestamps": timestamps, "return_language": language, "time_precision": seconds}
+    return type(tokenizer)._decode_asr(_WithSpecialIds(tokenizer, languages), outputs, **options)

@@ -106,8 +106,8 @@ def frame_mask(model: Any, output: Any, input_mask: Any) -> Tensor | None:
     owner: Any
     for owner in (encoder, getattr(encoder, "prenet", None)):  # Speech2Text, Wav2Vec2 and its kin; SpeechT5
         if hasattr(owner, "_get_feature_vector_attention_mask"):
-            of_frames: Tensor = owner._get_feature_vector_attention_mask(frames, input_mask)
-            return of_frames
+            valid: Tensor = owner._get_feature_vector_attention_mask(frames, input_mask)
+            return valid
     for owner in (model, encoder):  # SeamlessM4T
         if hasattr(owner, "_compute_sub_sample_lengths_from_attention_mask"):
             lengths = owner._compute_sub_sample_lengths_from_attention_mask(input_mask)

@@ -20,7 +20,7 @@ from specdec.errors import OptionError, SpecdecError, UnsupportedError
 from specdec.generator.drafts_by_name import NAMES as DRAFT_NAMES
 from specdec.generator.drafts_by_name import copying_beside
 from specdec.generator.generator import SpecGenerator
-from specdec.models.hf.load_errors import check_folder, explained
+from specdec.models.hf.load_errors import check_folder, explain_errors
 from specdec.options import bundled_models
 from specdec.options.fields import check_whole, is_number, pop_fields
 from specdec.options.load import AUTO, Loading
@@ -387,7 +387,7 @@ def processor_beside(target: Any, revision: str | None = None, *, trust_remote_c
     check_folder(target, "target")
     name = bundled_models.locate(str(target), "target")
     hub: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
-    with explained(name, "target"):
+    with explain_errors(name, "target"):
         kind = AutoConfig.from_pretrained(name, **hub).model_type
     if kind != "whisper":
         raise UnsupportedError(
