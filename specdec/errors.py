@@ -55,5 +55,5 @@ class DraftError(SpecdecError, RuntimeError):
 
 
 def closest_name(name: str, names: Iterable[str]) -> str | None:
-    """The known name closest to `name`; None if none is near."""
+    """The one of `names` that is closest to `name`; None if none is near."""
     return next(iter(get_close_matches(name, names, n=1, cutoff=0.75)), None)

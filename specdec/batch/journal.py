@@ -20,8 +20,8 @@ from specdec.options.line_files import whole_lines
 class Journal:
     """Writes one line per row to the file `path`, in any order; resumes a run of the same `settings`.
 
-    The lines that are ahead of their turn are also kept in memory. Raises OptionError for a file that is no unfinished
-    run's, for other settings, and while another process writes it.
+    The lines that are ahead of their turn are also kept in memory. Raises OptionError for a file that no unfinished run
+    wrote, for other settings, and while another process writes it.
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any], *, overwrite: bool = False) -> None:
@@ -86,7 +86,7 @@ class Journal:
         self._file.close()
 
     def _check(self, settings: Mapping[str, Any]) -> None:
-        """Raises an OptionError where the existing file is not of a run with these settings."""
+        """Raises OptionError if no unfinished run with these settings wrote the existing file."""
         ways_out = "take another name for OUT, or pass --overwrite to begin anew"
         if not self._journal_path.exists():
             if self._path.stat().st_size:

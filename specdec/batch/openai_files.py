@@ -48,7 +48,7 @@ class OpenAITask(Task):
         return self._line(fields, seed, 200, body), answer.stats
 
     def failure(self, fields: Fields, error: Exception, seed: int) -> dict[str, Any]:
-        """The line of a refused or failed request; without fields, of the error alone."""
+        """The line of a refused or failed request; without fields, it has the error alone."""
         if not fields:
             facts = {"code": "invalid_request", "message": error_text(error)}
             return {"id": f"batch_req_{_id(seed)}", "custom_id": None, "response": None, "error": facts}

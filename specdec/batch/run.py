@@ -40,8 +40,8 @@ Stop = Callable[[], bool]
 class Progress:
     """The progress of a run: `done` of `total` rows are done, `before` of them by earlier runs.
 
-    `failures`: the first few of the `failed` rows, each its number (from 0) and reason. `new_tokens` and `seconds` are
-    of this run.
+    `failures`: the first few of the `failed` rows, each with its number (from 0) and reason. `new_tokens` and `seconds`
+    count this run alone.
     """
 
     total: int
@@ -81,7 +81,7 @@ def run_batch(
     """Answers every row of `source` that has no line in `out` yet; lines are in the order of rows.
 
     `at_once` rows share passes. `tell` is called after every row. Once `stop()` is true, no more rows start, and
-    another run may resume. Raises OptionError for an `out` that is not of this run, and the errors of loading the
+    another run may resume. Raises OptionError for an `out` that another run wrote, and the errors of loading the
     models.
     """
     journal = _journal(Path(out), source, spec, overwrite=overwrite)

@@ -29,9 +29,9 @@ INPUTS = {"generate": "prompt", "chat": "messages", "summarize": "text", "transc
 class BatchSpec:
     """What to do with every row.
 
-    `task`: one of `INPUTS`; `field`: the field to read, by default the task's; `options`: of every call; `loading`: of
-    `from_pretrained`; `more`: of the task; `folder`: the base of relative paths in rows; `row_stats`: lines have
-    statistics of passes and drafts.
+    `task`: one of `INPUTS`; `field`: the field to read, by default the task's; `options`: arguments of every call;
+    `loading`: arguments of `from_pretrained`; `more`: arguments of the task; `folder`: the base of relative paths in
+    rows; `row_stats`: lines have statistics of passes and drafts.
     """
 
     task: str
@@ -52,7 +52,7 @@ class BatchSpec:
         return self.field or INPUTS[self.task]
 
     def size(self, row: InputRow) -> int:
-        """The approximate length of a row; rows of similar lengths share passes well. 0: unknown, of a recording."""
+        """The approximate length of a row; rows of similar lengths share passes well. 0 for a recording."""
         return 0 if self.task == "transcribe" else len(str(row.fields.get(self.input)))
 
 

@@ -96,7 +96,7 @@ def draw(logits: Tensor, address: int) -> int:
 
 
 def check_token(token: int) -> int:
-    """A token that was chosen; raises OptionError where none is left, SpecdecError for NaN."""
+    """The chosen `token`; raises OptionError if no token was left to choose, SpecdecError for NaN scores."""
     if token == EMPTY:
         raise OptionError(NONE_LEFT)
     if token == _BROKEN:

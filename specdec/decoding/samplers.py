@@ -95,9 +95,9 @@ def add_noise(scores: Tensor, address: int) -> Tensor:
 def draw_children(scores: Tensor, ends: Sequence[Branch], budget: Budget, address: int) -> Level:
     """Children drawn without replacement (arXiv 2402.12374), from log-probabilities `[ends, vocab]`.
 
-    How many each end gets is decided before any is drawn, by the odds of its path and of an n-th child: dropping a
-    child because of its token would change the distribution of the text. Tokens drawn above may decide it: given these,
-    children of a node change neither the chance that the text goes through it nor what follows.
+    The number of children of each end is decided before any child is drawn, by the odds of the end's path and of an
+    n-th child: dropping a child because of its token would change the distribution of the text. The tokens of the path
+    may decide the number: a node's children change neither the chance that the text reaches the node nor what follows.
     """
     children = []
     for i, (end, share) in enumerate(zip(ends, _shares(ends, budget), strict=True)):
@@ -151,7 +151,7 @@ class GreedySampler:
         return None, 0
 
     def choice(self, seq: SequenceView) -> Choice | None:
-        """`pick` in numbers, after the sequence's text; None where it is a subclass's own, or a processor has none."""
+        """`pick` in numbers, after the sequence's text; None if a subclass overrides it, or a processor has none."""
         filters = self.processors.in_numbers(seq.tokens) if type(self).pick is GreedySampler.pick else None
         return None if filters is None else Choice(filters, *self.stream(seq))
 
@@ -203,7 +203,7 @@ class CoupledSampler(GreedySampler):
 
 @dataclass(frozen=True)
 class DrawnSampler(GreedySampler):
-    """Draws from q with a stream of its own, and returns q."""
+    """Draws from q with random numbers that nothing else uses, and returns q."""
 
     seed: int = 0
     needs_q: ClassVar[bool] = True

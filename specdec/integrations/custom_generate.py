@@ -1,7 +1,7 @@
 """specdec as the decoding method of transformers' `model.generate`.
 
-transformers gives such a method prepared inputs, but drops the streamer, the assistant and whether a cache came from
-the caller (`GenerationMixin._extract_generation_mode_kwargs`). They are read from the running call's frame.
+transformers gives a decoding method prepared inputs, but drops the streamer, the assistant and whether a cache came
+from the caller (`GenerationMixin._extract_generation_mode_kwargs`). They are read from the running call's frame.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def custom_generate(
 
 
 class CustomGenerate:
-    """A decoding method; `stats` tell of the last finished call."""
+    """A decoding method; `stats`: the statistics of the last finished call."""
 
     def __init__(self, draft: Any, options: Mapping[str, Any]) -> None:
         self._draft, self._options = draft, dict(options)
@@ -115,7 +115,7 @@ class CustomGenerate:
         rows = {name: _first_rows(value, copies) for name, value in model_kwargs.items()}
         ids = input_ids[::copies]
         prompts = _encoder_inputs(model, ids, rows, inputs_tensor) if encoder else _decoder_inputs(ids, rows)
-        if not encoder:  # as given, as transformers repeats pictures for beams in several ways
+        if not encoder:  # unchanged, as transformers repeats pictures for beams in several ways
             prompts |= {name: value for name, value in arguments["kwargs"].items() if name in PICTURES}
         config = _call_config(generation_config, input_ids.shape[1], stopping_criteria.max_length)
         criteria, processors, streamer = (arguments[n] for n in ("stopping_criteria", "logits_processor", "streamer"))
@@ -188,7 +188,7 @@ def _first_rows(value: Any, copies: int) -> Any:
 def _arguments() -> dict[str, Any]:
     """The arguments of the innermost running `GenerationMixin.generate`, free ones in `kwargs`.
 
-    Raises OptionError outside of such a call.
+    Raises OptionError if none runs.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not _GENERATE.__code__:
@@ -199,7 +199,7 @@ def _arguments() -> dict[str, Any]:
 
 
 def _check_inputs(arguments: Mapping[str, Any], config: Any, generator: SpecGenerator) -> None:
-    """Raises for free arguments of `generate` that neither the passes nor the encoder read, which has read them."""
+    """Raises UnsupportedError for free arguments of `generate` that neither the passes nor the encoder read."""
     names = {*NAMES, "labels", *beside_inputs(generator.target)}
     for name, value in arguments.items():
         if value is not None and name not in names and not hasattr(config, name):
@@ -220,7 +220,7 @@ def _decoder_inputs(ids: Tensor, rows: Mapping[str, Any]) -> dict[str, Any]:
 def _encoder_inputs(
     model: PreTrainedModel, ids: Tensor, rows: Mapping[str, Any], inputs: Tensor | None
 ) -> dict[str, Any]:
-    """Encoder outputs, decoder prompts, and encoder inputs where known (drafts read them): not transformers' -100."""
+    """Encoder outputs, decoder prompts, and encoder inputs for drafts, unless transformers' -100 stands for them."""
     sources: dict[str, Tensor] = {}
     if inputs is not None and inputs.is_floating_point():
         sources = {name: inputs for name in FEATURES if name in encoder_inputs(model)}

@@ -27,7 +27,7 @@ _ATTENTION_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
 def attention_kinds(config: Any) -> tuple[AttentionKind, ...] | None:
     """The kinds of attention layers in a text config; None if a layer is not attention over the past.
 
-    None, too, for layers with configs of their own (`is_heterogeneous`) that differ in it.
+    None, too, if layers have a config each (`is_heterogeneous`), with different kinds.
     """
     if getattr(config, "is_heterogeneous", False):
         layers = {attention_kinds(layer) for layer in config.per_layer_config}
@@ -55,7 +55,7 @@ def rope_boundary(config: Any) -> int | None:
 
 
 def trained_positions(config: Any) -> int | None:
-    """The positions of texts that a model was trained on or is scaled to; None where nothing tells, as of ALiBi."""
+    """How many positions a model was trained on or is scaled to; None if the config does not say, as with ALiBi."""
     longest = getattr(config, "max_position_embeddings", None)
     if longest is None or getattr(config, "alibi", False):
         return None
@@ -64,26 +64,26 @@ def trained_positions(config: Any) -> int | None:
 
 
 def _rope_scalings(config: Any) -> list[dict[str, Any]]:
-    """The parameters of rotary scaling, of each kind of layer that has its own."""
+    """The parameters of rotary scaling, by kind of layer if the kinds differ."""
     scalings = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     return [value for value in scalings.values() if isinstance(value, dict)] or [scalings]
 
 
 def cache_reset_length(config: Any) -> int | None:
-    """The length beyond which a text is read again; None if that cannot matter."""
+    """The length beyond which a text is read again; None if scaling does not change."""
     resets = config.model_type in _REREADING and rope_boundary(config) is not None
     return getattr(config, "original_max_position_embeddings", None) if resets else None
 
 
 def kv_capability(positions: Positions, kinds: tuple[AttentionKind, ...]) -> Capability:
-    """Our own keys and values; masks by layer kind if layers differ in what they see."""
+    """Sessions with keys and values of our own, and one mask for each kind of layer."""
     return Capability("kv", positions, "dict" if len(kinds) > 1 else "single", kinds)
 
 
 def kv_width(config: Any, layers: int | None = None) -> int:
     """Numbers that the widest layer of a text decoder, or of its first `layers`, keeps of a position: keys and values.
 
-    An estimate, for budgets and the sizes of buffers: a field of the config may be missing, whatever others say.
+    An estimate, for limits of memory and the sizes of buffers: a field of the config may be missing.
     """
     if getattr(config, "is_heterogeneous", False):  # layers of different widths, each with a config
         return max(map(kv_width, config.per_layer_config[:layers]))
@@ -100,7 +100,7 @@ def kv_width(config: Any, layers: int | None = None) -> int:
 
 
 def _number(config: Any, *names: str) -> int | None:
-    """The first of these fields that is a number, or the largest of one number a layer; None if none is."""
+    """The first of these fields that is a number, or the largest of its numbers, one a layer; None without one."""
     for name in names:
         value = getattr(config, name, None)
         values: Any = value if is_list(value) else [value]

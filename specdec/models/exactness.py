@@ -20,7 +20,7 @@ from specdec.models.protocols import ModelSpec, Session
 Exactness = Literal["strict", "exact", "rounding", "row-dependent"]
 _OUTLIER = 100.0  # far beyond LLM.int8()'s threshold for outliers (6)
 _TEXT, _BRANCHING = 80, 40  # tokens of the trial text, and after how many of them it branches
-_WIDTHS = (1, 1, 2, 3, 1, 5, 8, 16, 43)  # of the passes over it
+_WIDTHS = (1, 1, 2, 3, 1, 5, 8, 16, 43)  # tokens of the passes over it
 _LONGER = 300  # tokens of a row beside it, for which buffers grow
 
 
@@ -30,8 +30,8 @@ def exactness(model: nn.Module, dtype: torch.dtype) -> Exactness:
 
     "exact": it is the same. "rounding": the same but for near-ties, as kernels round differently in passes of other
     sizes and something in the model is in half precision, or rows are in 8 bits. "row-dependent": it may differ, as
-    some quantized layers look at all rows of a pass. Ordinary layers compute each row by itself; of other kinds one
-    layer each is tried.
+    some quantized layers look at all rows of a pass. Ordinary layers compute each row by itself; one layer of each
+    other kind is tried.
     """
     kinds = {_kind(module): module for module in model.modules() if hasattr(module, "in_features")}
     layers: list[Any] = [module for kind, module in kinds.items() if kind not in _ORDINARY]
@@ -85,7 +85,7 @@ def strict_obstacle(language: ModelSpec) -> str | None:
 
 
 def _other_layer(language: ModelSpec) -> str | None:
-    """The first layer of another kind; encoders and what reads pictures run in passes of their own, always alike."""
+    """The first layer that is not packed; encoders and media modules do not count: their passes are always alike."""
     outside = [language.model.get_encoder()] if language.is_encoder_decoder else media_modules(language.model).values()
     skipped = {module for part in outside for module in part.modules()}
     for name, module in language.model.named_modules():

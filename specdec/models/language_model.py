@@ -51,18 +51,18 @@ _LOADING = threading.RLock()  # held while a model gets the modules that read pi
 class LanguageModel:
     """A transformers model and how it is run; its weights, config and caches are never changed.
 
-    `config` is the text decoder's, `vocab_size` the width of the logits, `max_positions` None without a limit. The
-    text may hold `num_ids` ids, an encoder's input `num_source_ids` (None: it looks up none), which are other numbers
-    where the two sides have vocabularies of their own. `source_names` are the encoder's arguments. Ids go to `device`,
-    `dtype` is that of activations and masks. `backend`: "eager" runs its layers as they are, in padded
-    passes. "packed" runs copies of its weights in the order in which short passes on a CPU read them, and attention of
-    our own, which needs no padding; an `owned` model keeps nothing else. Passes of models that use
-    transformers' attention interface are recorded, and run without Python from then on. "auto": packed if the model is
-    owned and that is faster, otherwise eager. "packed" needs a C++ compiler, and weights, hooks and adapters that stay
-    as they are, which `check_unchanged` compares unless the model is owned. Recorded passes return no attentions, and
-    models with hooks or methods of a caller are not recorded.
+    `config` is the text decoder's, `vocab_size` the width of the logits, `max_positions` None without a limit. The text
+    may hold `num_ids` ids, an encoder's input `num_source_ids` (None: it looks up none); the two differ if the two
+    sides have separate vocabularies. `source_names` are the encoder's arguments. Ids go to `device`, `dtype` is the
+    type of activations and masks. `backend`: "eager" runs its layers as they are, in padded passes. "packed" runs
+    copies of its weights in the order in which short passes on a CPU read them, and attention of our own, which needs
+    no padding; an `owned` model keeps nothing else. Passes of models that use transformers' attention interface are
+    recorded, and run without Python from then on. "auto": packed if the model is owned and that is faster, otherwise
+    eager. "packed" needs a C++ compiler, and weights, hooks and adapters that stay as they are, which `check_unchanged`
+    compares unless the model is owned. Recorded passes return no attentions, and models with hooks or methods of a
+    caller are not recorded.
 
-    `epoch` counts the changes that callers told of (`changed`): what was kept of the model in another one is void.
+    `epoch` counts the changes that callers reported (`changed`): what was saved of the model in an earlier one is void.
 
     `exactness`="strict" promises that a token's logits depend, bit for bit, on its text alone: not on other tokens of a
     pass, other rows, or branches.
@@ -74,9 +74,9 @@ class LanguageModel:
     loading_seconds = 0.0
     """How long it took to load, if specdec loaded it."""
     media_loader: Callable[[], Mapping[str, nn.Module]] | None = None
-    """Loads the modules that read pictures, by name, where they were left out (`see`)."""
+    """Loads the modules that read pictures, by name, if they were left out (`load_media_modules`)."""
     recut: Callable[[], LanguageModel] | None = None
-    """Makes an early exit of a caller's model anew, of the whole model as it is by then."""
+    """For an early exit of a caller's model: makes it again, from the model as it is by then."""
 
     @plain_modes()
     def __init__(
@@ -203,7 +203,7 @@ class LanguageModel:
         raise OptionError(f"the {name} was changed after {was} ({', '.join(changes)}): {way}")
 
     def changes(self) -> list[str]:
-        """What passes do not follow of a caller's changes; nothing for an owned model, at which nobody looks."""
+        """The caller's changes that passes do not follow; none for an owned model, at which nobody looks."""
         source = self._source()
         if self.is_owned or source is None:  # a copy may outlive its source
             return []
@@ -217,9 +217,9 @@ class LanguageModel:
         return [what for what, is_same in same.items() if not is_same]
 
     def changed(self) -> None:
-        """Says that a caller has changed the model: what was kept of it is void, and copies of it are made anew.
+        """Says that a caller has changed the model: saved prefixes are void, and copies of the model are made anew.
 
-        Passes that begin later run the new copy. Raises UnsupportedError where the changed model takes no such backend.
+        Passes that begin later run the new copy. Raises UnsupportedError if the backend cannot run the changed model.
         """
         source, fresh = self._source(), None
         if self.recut is not None:
@@ -244,7 +244,7 @@ class LanguageModel:
         """What a draft can change in a text: nothing ("strict", "exact"), near-ties ("rounding"), or more.
 
         "strict" was verified bit for bit when the model was made; with "row-dependent" a draft may change the text. It
-        is found once, and again after `changed`; torch's float32 precision settings are read each time.
+        is measured once, and again after `changed`; torch's float32 precision settings are read each time.
         """
         if self.is_strict:
             return "strict"
@@ -272,7 +272,7 @@ class LanguageModel:
         return cut
 
     def load_media_modules(self) -> Mapping[str, nn.Module]:
-        """The modules that read pictures; loads them if they were left out, as long as nobody needed them."""
+        """The modules that read pictures, by name; loads them now if loading the model left them out."""
         with _LOADING:
             if self.media_loader is not None:
                 modules, self.media_loader = self.media_loader(), None
@@ -320,7 +320,7 @@ class LanguageModel:
     def project(self, encoding: Encoding) -> list[tuple[Tensor, Tensor]]:
         """Keys and values `[rows, heads, frames, head width]` of each layer's cross-attention.
 
-        A pass over one token makes them, whose output is dropped, where the layers' names are not known.
+        If the layers' names are not known, a pass over one token makes them, and its output is dropped.
         """
         if self.ragged and self.ragged.frame_encoder:
             return self.ragged.frame_encoder.project(encoding.hidden)
@@ -330,12 +330,12 @@ class LanguageModel:
         return [(layer.keys, layer.values) for layer in cache.cross_attention_cache.layers]
 
     def _place(self, name: str, tensor: Tensor) -> Tensor:
-        """An input of the encoder on its device; features in the model's type, masks and ids in their own."""
+        """An input of the encoder on the model's device; features get the model's type, masks and ids keep theirs."""
         is_feature = tensor.is_floating_point() and not name.endswith("mask")
         return tensor.to(self.device, self.dtype if is_feature else None)
 
     def _encode_by_model(self, arguments: Mapping[str, Tensor], extras: Mapping[str, bool]) -> Any:
-        """The encoder's output of a pass of the whole model, which makes the encoder's input of these."""
+        """The encoder's output in a pass of the whole model, which makes the encoder's input from `arguments`."""
         start = torch.zeros(len(next(iter(arguments.values()))), 1, dtype=torch.long, device=self.device)
         output = self.model(**arguments, **extras, decoder_input_ids=start, use_cache=False, return_dict=True)
         return EncoderOutput(
@@ -376,11 +376,11 @@ class LanguageModel:
             raise UnsupportedError(f"{name} returns no hidden states, which the draft reads: {way_out}")
 
     def lookup(self, query: Tensor, key: Tensor) -> AbstractContextManager[None]:
-        """`Lookup.running`; changes nothing for models that take positions as an argument."""
+        """`Lookup.running` with `query` `[rows, nodes]` and `key` `[rows, end]`, for models that look positions up."""
         return nullcontext() if self._lookup is None else self._lookup.running(query, key)
 
     def scaling(self, spans: Tensor | None) -> AbstractContextManager[None]:
-        """`Scaling.running`; changes nothing without spans, or if scaling does not depend on length."""
+        """`Scaling.running` with `spans` `[rows, nodes]`; no change if scaling does not depend on length."""
         return nullcontext() if spans is None or self._scaling is None else self._scaling.running(spans)
 
     def shares_encoder_with(self, other: LanguageModel) -> bool:
@@ -462,7 +462,7 @@ def _max_positions(decoder: nn.Module, config: Any) -> int | None:
 
 
 def _weights(encoder: nn.Module) -> dict[str, Tensor]:
-    """All weights by name, packed ones as they were, without biases of zeros, which a layer gets that is joined."""
+    """All weights by name, unpacked; without biases of zeros, which layers get that are joined."""
     layers = {name: module for name, module in encoder.named_modules() if isinstance(module, PackedLinear)}
     weights = {n: w for n, w in encoder.state_dict().items() if n.rpartition(".")[0] not in layers}
     for name, layer in layers.items():

@@ -21,7 +21,8 @@ def picture_tokens(
 ) -> tuple[list[int], list[int]]:
     """The tokens of each picture, and the entries of the argument `main` that it takes, where these are patches.
 
-    `places`: placeholders in each row of text. Raises OptionError for sizes that the model cannot read.
+    `tensors`: the arguments of one kind, `shapes`: all of them. `places`: placeholders in each row of text. Raises
+    OptionError for sizes that the model cannot read.
     """
     config, value = language.model.config, tensors[main]
     _check_shape(language, main, tensors)
@@ -62,7 +63,7 @@ def by_row(main: str, tensors: Mapping[str, Tensor]) -> bool:
 
 
 def _fixed_tokens(config: Any) -> int | None:
-    """The tokens of every picture of a fixed size; None for families that are not known."""
+    """The tokens of every picture, for families with pictures of one size; None for other families."""
     if config.model_type not in _FIXED:
         return None
     vision = config.vision_config
@@ -93,7 +94,7 @@ def _are_sizes(sizes: Tensor, dimensions: int) -> bool:
 
 
 def _packed_lengths(base: Any, pack: Any, value: Tensor, image_sizes: Tensor, numbers: Tensor | None) -> list[int]:
-    """The lengths of features that are cut to the picture's form: of zeros, by the model's own code."""
+    """The tokens of pictures that the model cuts to their form: the model's code counts them, on zeros."""
     vision = base.config.vision_config
     count = sys.modules[type(base).__module__].image_size_to_num_patches
     are_tiled = [True] * len(image_sizes) if numbers is None else [n == 1 for n in numbers.tolist() for _ in range(n)]
@@ -112,13 +113,13 @@ def _packed_lengths(base: Any, pack: Any, value: Tensor, image_sizes: Tensor, nu
 
 
 def _runs(count: int, places: Sequence[int]) -> list[int]:
-    """Sizes where nothing is known of them: rows with one picture each have those of their places."""
+    """Sizes without a rule: a row's only picture, or the only picture, fills all places; -1: size not known."""
     lengths = [run for run in places if run]
     return lengths if len(lengths) == count else [sum(places)] if count == 1 else [-1] * count
 
 
 def _check_shape(language: ModelSpec, main: str, tensors: Mapping[str, Tensor]) -> None:
-    """Raises OptionError unless pictures of a fixed size have that size, and others come with theirs."""
+    """Raises OptionError for pictures of a wrong size, and for pictures that come without their sizes."""
     value, vision = tensors[main], getattr(language.model.config, "vision_config", None)
     if not value.numel():
         raise OptionError.of(main, "at least one picture", list(value.shape))

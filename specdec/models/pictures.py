@@ -22,7 +22,7 @@ from specdec.models.protocols import ModelSpec
 
 
 class _Kind(NamedTuple):
-    """A kind of picture: how errors call it, its main argument, and those with one entry for each of them."""
+    """A kind of picture: its word in errors, its main argument, and the arguments with one entry per picture."""
 
     word: str
     main: str
@@ -85,8 +85,8 @@ def read_pictures(
 ) -> list[Pictures | None]:
     """What each row of a batch reads beside its text; None for rows of text alone.
 
-    `rows` hold ids without padding, `masks` those given ids that were kept. With `whole`, a row's text is read with its
-    pictures to the end. Raises OptionError where places and pictures do not fit, UnsupportedError for models that
+    `rows`: ids without padding; `masks`: which of the caller's ids these are. With `whole`, a row's text is read with
+    its pictures to the end. Raises OptionError where places and pictures do not fit, UnsupportedError for models that
     cannot go on in text.
     """
     tensors = {name: _tensor(name, inputs[name]) for name in sorted(NAMES & inputs.keys())}
@@ -133,7 +133,7 @@ def read_pictures(
 
 
 def needs_media_modules(pictures: Pictures | None) -> bool:
-    """Whether the part of a model that reads pictures is needed, not only its own masks."""
+    """Whether a pass needs the modules that read pictures, and not only other masks."""
     return pictures is not None and any(kind.main in pictures.inputs for kind in _KINDS.values())
 
 
@@ -219,7 +219,7 @@ def _counts(sizes: Sequence[int], places: Sequence[int]) -> list[int] | None:
 
 
 def _read(language: ModelSpec, part: dict[str, Tensor], ids: list[int], end: int) -> Pictures:
-    """A row's pictures, which the first `end` of its ids are read with."""
+    """A row's pictures, for a pass over the first `end` of its ids."""
     inputs = {"input_ids": torch.tensor([ids[:end]]), "attention_mask": torch.ones(1, end, dtype=torch.long), **part}
     for name in _PER_TOKEN:
         if name in inputs:

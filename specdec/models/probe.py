@@ -28,13 +28,13 @@ from specdec.models.protocols import Capability, ModelSpec, Positions
 # Siblings, a grandchild on each side, a second root: each way in which a mask can be wrong.
 _PARENTS = [-1, 0, 0, 1, 2, -1, 5]
 _LONGEST_PREFIX = 96  # tokens; longer windows are not tried
-_FRAMES = 5  # of a trial encoding
+_FRAMES = 5  # frames of a trial encoding
 
 
 def find_capability(language: ModelSpec) -> Capability:
-    """How a model runs: as tiny ones of its family and class do, which are tried once with these libraries, or probed.
+    """How a model runs: as tiny models of its family and class do, which are tried once per release, or by `probe`.
 
-    What holds for a tiny decoder of the family must hold for a tiny model of the class, too, which may wrap it.
+    A result must hold for a tiny decoder of the family, and for a tiny model of the class, which may wrap the decoder.
     """
     config, kinds = language.config, attention_kinds(language.config)
     if config.model_type in COUNTS_COLUMNS or (config.model_type == "falcon" and config.alibi):
@@ -69,7 +69,7 @@ def _tiny_runs(language: ModelSpec, style: Positions) -> bool:
 def probe(language: ModelSpec) -> Capability:
     """The best capability that reproduces the logits of `language`'s model.
 
-    Raises UnsupportedError where that continues no text alone.
+    Raises UnsupportedError if the model cannot continue text alone.
     """
     model = language.model
     if language.is_offloaded:
@@ -134,7 +134,7 @@ def _agrees(language: ModelSpec, model: Any, candidate: Capability) -> bool:
     try:
         kind: Any = type(language)
         trial = kind(model, capability=candidate)
-        tolerance = 1e-3 if trial.dtype in (torch.float32, torch.float64) else 0.1  # of the logits' spread
+        tolerance = 1e-3 if trial.dtype in (torch.float32, torch.float64) else 0.1  # share of the logits' spread
         return all(
             bool((logits - expected).abs().max() <= tolerance * expected.float().std())
             for logits, expected in _trial(trial)

@@ -1,6 +1,6 @@
-"""What the layers of models say to one another: how a model runs, its sessions, and what their users see of a model.
+"""Interfaces between the layers of this folder: how a model runs, its sessions, and a model's attributes.
 
-`ModelSpec` has what caches, backends and probes use of a model, without the class that has it.
+`ModelSpec` has the attributes of a model that caches, backends and probes use, without importing the class.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Capability:
     `positions`: an argument of the forward, looked up by a wrapper, or left to the model ("native"). `inputs`: token
     ids, or embeddings for heads. `masks`: one mask for all layers, or a dict by layer kind (`kinds`). `chunks`: whether
     one pass takes several more tokens of a text. `boundary`: the length of text where rotary scaling changes; each node
-    then has its own span (`rotary`). `cache_reset_length`: the length beyond which the library drops its cache, once,
+    then has a span (`hf.positions`). `cache_reset_length`: the length beyond which the library drops its cache, once,
     and reads the text again. `padding`: the padding id after which positions count, and which is the position of each
     padding token; None where they count from 0 (`places`). `records`: passes may be recorded, and repeated for other
     tokens. `reason`: why, for errors and reports.
@@ -135,7 +135,7 @@ class Session(ABC):
     ) -> list[Logits]:
         """One pass over the new nodes of these rows, several where the model cannot run all in one; commits nothing.
 
-        `hidden`: hidden states of all layers are returned, or those of these numbers, as transformers counts. Rows
+        `hidden`: True to return the hidden states of all layers, or the numbers of layers, as transformers counts. Rows
         without a work, and works without new nodes, cost nothing.
         """
 

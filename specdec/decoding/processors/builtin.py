@@ -1,7 +1,7 @@
-"""Logits processors of our own, in place of transformers' or beside them: suppressed tokens, Whisper's rules for
-timestamps, penalties, and those that belong to one row of a batch.
+"""Logits processors in place of transformers' or beside them: suppressed tokens, Whisper's rules for timestamps,
+penalties, and processors of one row of a batch.
 
-transformers' processors search the whole vocabulary for suppressed tokens in every step; these index them.
+transformers' processors search the whole vocabulary for suppressed tokens in every step; these look them up.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NEVER = -torch.inf
 
 
 class Suppress:
-    """Suppresses `tokens` after texts of at least `first` and fewer than `end` ids, those that the vocabulary has."""
+    """Suppresses `tokens` after texts of at least `first` and fewer than `end` ids; the vocabulary may lack some."""
 
     stands_for: ClassVar[type] = stock.SuppressTokensLogitsProcessor
 
@@ -57,13 +57,13 @@ class RecentNgrams(stock.NoRepeatNGramLogitsProcessor):  # type: ignore[misc]
         self._window = window
 
     def __call__(self, ids: Tensor, logits: Tensor) -> Tensor:
-        """`logits` `[n, vocab]` with the tokens that would repeat one at -inf; `ids` `[n, length]`."""
+        """`logits` `[n, vocab]` after `ids` `[n, length]`, -inf for tokens that would repeat an n-gram."""
         scores: Tensor = super().__call__(ids[:, -self._window :], logits)
         return scores
 
 
 class SuppressAtBegin(Suppress):
-    """The same for the first token after `begin` of them."""
+    """Suppresses `tokens` right after the first `begin` tokens of a text."""
 
     stands_for = stock.SuppressTokensAtBeginLogitsProcessor
 
@@ -72,7 +72,7 @@ class SuppressAtBegin(Suppress):
 
 
 class MinLength(Suppress):
-    """The same while texts are shorter than `least` tokens."""
+    """Suppresses `tokens` while a text is shorter than `least` tokens."""
 
     stands_for = stock.MinLengthLogitsProcessor
 
@@ -81,7 +81,7 @@ class MinLength(Suppress):
 
 
 class MinNewTokens(MinLength):
-    """The same; `least` counts a prompt and new tokens."""
+    """`MinLength` whose `least` counts the prompt and the new tokens."""
 
     stands_for = stock.MinNewTokensLengthLogitsProcessor
 
@@ -189,9 +189,9 @@ class RowPrefix:
 
 
 class EncoderPenalty(stock.EncoderRepetitionPenaltyLogitsProcessor):  # type: ignore[misc]
-    """transformers' penalty for repeating encoder ids, for any number of texts of the row with one copy of these.
+    """transformers' penalty for repeating encoder ids, with one copy of them for any number of the row's texts.
 
-    Ids beyond `width`, which the decoder cannot write, need none.
+    Ids beyond `width` have no penalty, since the decoder cannot write them.
     """
 
     stands_for = stock.EncoderRepetitionPenaltyLogitsProcessor
@@ -204,7 +204,7 @@ class EncoderPenalty(stock.EncoderRepetitionPenaltyLogitsProcessor):  # type: ig
 
 
 class EncoderNgrams(stock.EncoderNoRepeatNGramLogitsProcessor):  # type: ignore[misc]
-    """transformers' ban of the encoder's n-grams, without those that end in ids beyond `width`, which never follow."""
+    """transformers' ban of the encoder's n-grams, except n-grams that end in ids beyond `width`, which never follow."""
 
     stands_for = stock.EncoderNoRepeatNGramLogitsProcessor
 

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 
 class Grammar:
-    """A logits processor that allows the tokens of a form, from the first token on; for prompts it is copied.
+    """A logits processor that allows the tokens of a form, from the first token on; every prompt has a copy.
 
-    `follows`: tokens that the form follows, where anything may stand before them.
-    Every row of a prompt has a matcher, which advances and rolls back with its text.
+    `follows`: the form begins after these tokens, and anything may stand before them. Every row of a prompt has a
+    matcher, which advances and rolls back with the row's text.
     """
 
     pure = True  # a function of ids and logits
@@ -46,7 +46,7 @@ class Grammar:
         self.follows: Sequence[int] = ()
 
     def copy(self, begin: int, rows: int) -> Grammar:
-        """The same for all `rows` of a prompt of `begin` tokens; this one must not have been called."""
+        """A copy for all `rows` of a prompt of `begin` tokens; the grammar itself must not have been called."""
         grammar = copy(self)
         grammar._begin = begin
         grammar._matchers = [_Follower(self._matchers[0].matcher.deep_copy()) for _ in range(rows)]
@@ -69,7 +69,7 @@ class Grammar:
         return free + (0 if matcher is None else matcher.validate_tokens(list(tokens[free:])))
 
     def forced(self, text: Sequence[int]) -> list[int]:
-        """The tokens that write what alone may follow `text`, before one that could also write more than that."""
+        """The tokens that must follow `text`, without a last token that a longer one could replace."""
         part = self._form_part(text)
         matcher = None if part is None else self._at(part)
         return [] if matcher is None or matcher.is_stopped() else list(matcher.compute_ff_tokens())
@@ -90,13 +90,13 @@ class Grammar:
             allowed[self._ends[self._ends < width]] = True
             return allowed
         bits = torch.frombuffer(bytearray(matcher.compute_bitmask()), dtype=torch.uint8)
-        self._check(matcher)  # a failed one allows the end
+        self._check(matcher)  # a failed matcher allows the end
         flat = ((bits[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1).flatten()[:width]
         allowed[: len(flat)] = flat.bool()
         return allowed
 
     def _at(self, ids: list[int]) -> LLMatcher | None:
-        """A matcher that has read `ids`; None where that violates the form, as drafts may."""
+        """A matcher that has read `ids`; None if they violate the form, as a draft's guesses may."""
         best = max(self._matchers, key=lambda follower: (common_length(follower.read, ids), -len(follower.read)))
         num_read = common_length(best.read, ids)
         if num_read < len(best.read):
@@ -124,7 +124,7 @@ class _Follower:
 
 
 class Grammars:
-    """Makes grammars over vocabularies of `width` tokens, the last two of which it keeps."""
+    """Makes grammars over vocabularies of `width` tokens, and caches the last two vocabularies."""
 
     def __init__(self, width: int) -> None:
         self._width, self._lock = width, Lock()

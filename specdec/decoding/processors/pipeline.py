@@ -67,7 +67,7 @@ class Processors:
         return all(map(_is_pure, self.items))
 
     def in_numbers(self, text: list[int]) -> list[Filter] | None:
-        """All filters after a text; None if a processor has no numeric form; no subclass has one."""
+        """All filters after a text; None if a processor has no numeric form, as no subclass has."""
         numbers: list[Filter] = []
         for item in self.items:
             kind = _KINDS.get(type(item))
@@ -79,16 +79,16 @@ class Processors:
 
     @cached_property
     def drafting(self) -> Processors:
-        """Those that are applied to draft logits: the pure ones, never a user's code."""
+        """The processors for draft logits: the pure ones, never a user's code."""
         return Processors(tuple(filter(_is_pure, self.items)))
 
 
 def build_processors(options: Any, *, extra: Sequence[Any] = (), **fields: Any) -> Processors:
-    """The processors of one row, of which `fields` are the other fields of `ProcessorSetup`; guidance is not made here.
+    """The processors of one row, without guidance; `fields`: the other fields of `ProcessorSetup`.
 
-    `extra`: the user's processors; one of a kind that the options make replaces it, others follow, before the warpers.
-    Raises `OptionError` for a value that its processor rejects, and for a processor that needs more than ids and
-    logits.
+    `extra`: the user's processors. Each replaces the processor of its kind that the options make, or else comes after
+    those processors, before the warpers. Raises `OptionError` for a value that its processor rejects, and for a
+    processor that needs more than ids and logits.
     """
     setup = ProcessorSetup(options=options, **fields)
     if setup.encoder_ids is not None and bool((setup.encoder_ids < 0).any()):
@@ -101,12 +101,12 @@ def build_processors(options: Any, *, extra: Sequence[Any] = (), **fields: Any) 
 
 
 def _is_pure(item: Any) -> bool:
-    """Whether it is known to be a function of ids and logits, or its own class has `pure = True`."""
+    """Whether a processor is known to be a function of ids and logits, or its class itself has `pure = True`."""
     return type(item) in table.PURE or vars(type(item)).get("pure") is True
 
 
 def _merge(items: list[Any], extra: Sequence[Any]) -> list[Any]:
-    """`items`, with the user's processors in place of those of their kind, and the rest of `extra` after them."""
+    """`items`; a user's processor replaces the item of its kind, and the other ones of `extra` follow."""
     by_kind = {type(item): item for item in reversed(extra)}
     merged = [by_kind.get(getattr(item, "stands_for", type(item)), item) for item in items]
     for item in extra:
@@ -121,7 +121,7 @@ def _check(options: Any, extra: Sequence[Any]) -> None:
         if not callable(item):
             raise OptionError.of("logits_processor", "callables of (ids, logits)", item)
         parameters: Any = ()
-        with suppress(ValueError):  # of a builtin that has no signature
+        with suppress(ValueError):  # a builtin may have no signature
             parameters = inspect.signature(item).parameters.values()
         required = [
             parameter.name

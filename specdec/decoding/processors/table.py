@@ -32,12 +32,12 @@ _COLDEST = 1e-30  # a logit divided by less may be infinite
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessorSetup:
-    """One row, as arguments of processors depend on it; `options`: an object with `GenerationConfig`'s attribute names.
+    """What a row's processors depend on; `options`: an object with `GenerationConfig`'s attribute names.
 
     `prompt_length` includes `padding` tokens on the left, which the row's ids lack: lengths mean the same as in
     transformers for the padded row. `encoder_ids` `[1, n]`: the encoder's input (or a decoder-only model's prompt).
-    `row`: the batch index for `prefix_allowed_tokens_fn`. `vocab_size`: the width that a watermark divides. `width`: of
-    the logits, which an encoder's ids may exceed.
+    `row`: the batch index for `prefix_allowed_tokens_fn`. `vocab_size`: the width that a watermark divides. `width`:
+    the number of logits, which an encoder's ids may exceed.
     """
 
     options: Any
@@ -52,7 +52,7 @@ class ProcessorSetup:
 
     @property
     def unpadded_length(self) -> int:
-        """The prompt's tokens in the row's ids."""
+        """The prompt's length in tokens, without padding."""
         return self.prompt_length - self.padding
 
     @property
@@ -98,7 +98,7 @@ def _cutoff(r: ProcessorSetup, value: float) -> Arguments:
 
 
 def _top(r: ProcessorSetup, k: int, p: float | None) -> Arguments:
-    """One warper for both; a value without effect is left out."""
+    """One warper for top-k and top-p; a value without effect is left out."""
     p = 1.0 if p is None else min(p, 1.0)
     return (k, p, r.least) if k or p < 1.0 else None
 

@@ -29,7 +29,7 @@ class StrategySetup:
     """What one sequence's strategy is made from.
 
     `options`: with all defaults filled in. `prompt`: the sequence's ids, of which the first `padding` are padding that
-    its text lacks. `width`: the target's vocabulary. `seed`: the sequence's own. `guidance_scale`: None without an
+    its text lacks. `width`: the target's vocabulary. `seed`: the sequence's seed. `guidance_scale`: None without an
     unconditional sequence.
     """
 
@@ -64,8 +64,8 @@ class StrategyBase:
     """Base of all strategies.
 
     `stop` ends a text. `width`: the target's vocabulary, to which draft logits are cropped or padded. `guidance_scale`:
-    combines the logits with those of the unconditional sequence, before processors. `keep_scores`, `keep_logits`: put
-    copies of the processed and of the target's own logits into every step.
+    combines the logits with the unconditional sequence's logits, before processors. `keep_scores`, `keep_logits`: put
+    copies of the processed logits and of the target's logits into every step.
     """
 
     processors: Processors
@@ -87,7 +87,7 @@ class StrategyBase:
         return GreedySampler(self.processors.drafting, self.width)
 
     def guide(self, logits: Tensor, unconditional: Tensor | None) -> Tensor:
-        """Classifier-free guidance (arXiv 2306.17806): `logits` `[..., vocab]`, away from the unconditional ones."""
+        """Guidance (arXiv 2306.17806): moves `logits` away from `unconditional`, both `[..., vocab]`."""
         if unconditional is None or self.guidance_scale is None:
             return logits
         base = torch.log_softmax(unconditional.float(), dim=-1)
@@ -98,9 +98,9 @@ class StrategyBase:
 class TextStrategy(StrategyBase):
     """Base of the strategies of one text.
 
-    `seed`: the sequence's own. `ranked`: puts its token's log-probability under the target,
-    before processors, into every step; `top`: also those of this many likeliest tokens. A subclass has a `name` and
-    `serves(options)`. The state is the scores of all steps, where they are kept.
+    `seed`: the sequence's seed. `ranked`: puts the token's log-probability under the target, before processors, into
+    every step; `top`: also the log-probabilities of this many likeliest tokens. A subclass has a `name` and
+    `serves(options)`. The state is the scores of all steps, with `keep_scores`.
     """
 
     seed: int = 0
@@ -134,7 +134,7 @@ class TextStrategy(StrategyBase):
         return Advance(state, [0], [step.token], step, self.stop(seq, [*new, step.token], state))
 
     def choose(self, seq: SequenceView, new: list[int], out: Logits, node: int, scores: Tensor) -> int:
-        """The token after `node`, from the processed logits `[vocab]` there."""
+        """The token after `node`, from its `scores` `[vocab]`: logits after guidance and processors."""
         raise NotImplementedError
 
     def emit(self, seq: SequenceView, new: list[int], out: Logits, node: int) -> Step:
@@ -151,7 +151,7 @@ class TextStrategy(StrategyBase):
         return process(self.processors, seq, new, self.guide(out.logits[at], unconditional))
 
     def step(self, token: int, out: Logits, node: int, scores: Tensor) -> Step:
-        """The step that emits `token`, with copies of what it keeps."""
+        """The step that emits `token`, with copies of the tensors that it keeps."""
         if not self.keeps:
             return Step(token)
         logits, top = out.logits[node - out.work.first].float(), None

@@ -123,7 +123,7 @@ class BeamSearch(Scoring):
 
 
 def draw_candidates(scores: Tensor, sums: Sequence[float], count: int, address: int) -> Candidates:
-    """`count` draws without replacement from `softmax(scores + running)`, in the order drawn (Gumbel-top-k)."""
+    """`count` draws without replacement from `softmax(scores + sums)`, first to last (Gumbel-top-k)."""
     total = totals(scores, sums)
     ids = torch.arange(total.shape[1])[torch.isfinite(total).any(0)]  # noise only for what processors left
     total = total[:, ids]

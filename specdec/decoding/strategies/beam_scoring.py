@@ -55,17 +55,17 @@ class Candidates(NamedTuple):
         return cls(scores.tolist(), parents.tolist(), tokens.tolist())
 
     def part(self, places: Sequence[int]) -> Candidates:
-        """Some of them, in this order."""
+        """The candidates at `places`, in this order."""
         scores, parents, tokens = self
         return Candidates([scores[i] for i in places], [parents[i] for i in places], [tokens[i] for i in places])
 
 
 @dataclass(frozen=True)
 class BeamPool:
-    """Beams that compete with one another, and their texts that ended, in this order.
+    """Beams that compete with one another, best first, and the hypotheses of texts that ended.
 
-    `offset`: the number of its first beam in the search. A pool that is `done` no longer takes part. `progress`: each
-    beam's progress with its constraints.
+    `offset`: the number of the pool's first beam in the search. A pool that is `done` no longer takes part. `progress`:
+    each beam's progress with its constraints.
     """
 
     live: tuple[Beam, ...]
@@ -102,12 +102,12 @@ class Beams:
 
     @property
     def live(self) -> tuple[Beam, ...]:
-        """The live beams of all pools; of a pool that is done, its last ones."""
+        """The live beams of all pools; a pool that is done keeps its last beams."""
         return tuple(beam for pool in self.pools for beam in pool.live)
 
     @property
     def finished(self) -> tuple[Hypothesis, ...]:
-        """The hypotheses of all pools, best first; of equals the later first."""
+        """The hypotheses of all pools, best first; of equal ones the later first."""
         return tuple(sorted((text for pool in self.pools for text in pool.hypotheses), key=lambda h: h.score)[::-1])
 
     @property

@@ -16,7 +16,7 @@ from specdec.options.fields import is_list, is_whole, plain
 
 
 class Constraint:
-    """One of several phrases must occur; `prefix` are the ids of a phrase that the text ends with."""
+    """One of several phrases must occur; `prefix`: the ids of a phrase with which the text ends."""
 
     def __init__(self, phrases: Sequence[tuple[int, ...]]) -> None:
         following: dict[tuple[int, ...], dict[int, None]] = {}
@@ -28,11 +28,11 @@ class Constraint:
         self.ids = {token for phrase in phrases for token in phrase}
 
     def advance(self, prefix: tuple[int, ...] = ()) -> tuple[int, ...]:
-        """The ids that would advance it; none when it is complete."""
+        """The ids that continue a phrase after `prefix`; none if a phrase is complete."""
         return self._following.get(prefix, ())
 
     def remaining(self, prefix: tuple[int, ...]) -> int:
-        """How many ids are missing, of the longest phrase; 0 when one is complete."""
+        """How many ids of the longest phrase are missing; 0 if a phrase is complete."""
         return self.longest - len(prefix) if self.advance(prefix) else 0
 
 
@@ -70,7 +70,7 @@ class DisjunctiveConstraint(Constraint):
 
 @dataclass(frozen=True)
 class ConstraintProgress:
-    """A text's constraints: those not begun, the one in progress with its ids `prefix`, and how many are complete."""
+    """A text's constraints: the `pending` ones, the `active` one with its ids `prefix`, and how many are complete."""
 
     pending: tuple[Constraint, ...]
     active: Constraint | None = None
@@ -85,7 +85,7 @@ class ConstraintProgress:
 
     @property
     def fulfilled(self) -> bool:
-        """Whether all are complete."""
+        """Whether all constraints are complete."""
         return not self.pending and self.active is None
 
     @property
@@ -107,8 +107,8 @@ class ConstraintProgress:
     def forced(self) -> list[tuple[int, ConstraintProgress]]:
         """Every id that advances a constraint, and the progress after it.
 
-        As in 4.49, where copies of a disjunction in progress share one list of ids: an id that one copy tries is begun
-        for the next ones, and all copies that their id does not complete end up with the whole list.
+        In transformers 4.49 copies of a disjunction in progress share one list of ids: an id that one copy tries is in
+        the list of the next copies, and every copy that its id does not complete ends up with the whole list.
         """
         pairs, shared = [], self
         for token in self.advance():

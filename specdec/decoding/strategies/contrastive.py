@@ -28,7 +28,8 @@ class Contrast:
     """The state of a search: the text so far, and the candidates for the next token.
 
     `context` `[length, width]`: the directions of all hidden states. `probs` `[candidates]` float32: the candidates'
-    probabilities. `step`: logits and scores of the next token's step. `scores`: those of all steps, where kept.
+    probabilities. `step`: logits and scores of the next token's step. `scores`: the scores of all steps, if they are
+    kept.
     """
 
     tokens: tuple[int, ...] = ()
@@ -57,7 +58,7 @@ class Contrast:
 class Contrastive(StrategyBase):
     """Picks the best of `top_k` by (1 - `penalty_alpha`) * probability - `penalty_alpha` * largest cosine.
 
-    `keep_traces`: hidden states or attentions are views of the call.
+    `keep_traces`: the call returns hidden states or attentions.
     """
 
     top_k: int
@@ -83,7 +84,7 @@ class Contrastive(StrategyBase):
         return Contrast()
 
     def advance(self, seq: SequenceView, state: Contrast, views: Sequence[View], steps: Sequence[Step]) -> Advance:
-        """Emits one of the computed candidates, and chooses those of the next token; the first step only chooses."""
+        """Emits a computed candidate, and chooses the candidates of the next token; the first step only chooses."""
         if state.context is None:
             after = self._ask(seq, Contrast(context=_directions(views[0])), views[0])
             return Advance(after, [0] * len(after.candidates), list(after.candidates), None, shown=self._shown(0))

@@ -1,7 +1,7 @@
 """Group and constrained beam search, with the bookkeeping of transformers 4.49's beam scorers.
 
-It differs from that of transformers 5: candidates that end make room, a search is judged by its best candidate even
-where that one ends, and of equal hypotheses the later wins.
+This bookkeeping differs from transformers 5: candidates that end make room, a search is judged by its best candidate
+even where that one ends, and of equal hypotheses the later wins.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class PoolSearch(Scoring):
     pad_id: int = 0
 
     def turns(self, pools: Sequence[BeamPool], ids: Tensor | None, log_probs: Tensor) -> Iterator[Turn]:
-        """The open pools' steps in order, from `ids` and `log_probs` of all their beams."""
+        """The open pools' steps, from their beams' `ids` `[beams, length]` and `log_probs` `[beams, vocab]`."""
         raise NotImplementedError
 
     def advance(self, seq: SequenceView, state: Beams, views: Sequence[View], steps: Sequence[Step]) -> Advance:
@@ -192,7 +192,7 @@ class GroupSearch(PoolSearch):
         return sorted(children.values(), key=lambda branch: -branch[1].score)
 
     def turns(self, pools: Sequence[BeamPool], ids: Tensor | None, log_probs: Tensor) -> Iterator[Turn]:
-        """The open groups' steps, each with penalties for the choices of earlier groups."""
+        """`PoolSearch.turns`, with penalties for the choices of earlier groups; `log_probs` `[beams, vocab]`."""
         at, choices = 0, list[int]()
         for pool in pools:
             if pool.done:
@@ -209,7 +209,7 @@ class GroupSearch(PoolSearch):
             choices, at = choices + best.tokens, at + self.size
 
     def _penalties(self, choices: Sequence[int], scores: Tensor) -> Tensor:
-        """What every token costs `[vocab]`; some checkpoints pad with an id beyond their vocabulary."""
+        """The penalty of every token, `[vocab]`; some checkpoints pad with an id beyond their vocabulary."""
         vocab = scores.shape[1]
         ids = torch.tensor([token for token in choices if token < vocab], dtype=torch.long)
         return self.diversity_penalty * ids.bincount(minlength=vocab)
@@ -217,11 +217,11 @@ class GroupSearch(PoolSearch):
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class ConstrainedSearch(PoolSearch):
-    """Beam search for texts that fulfil constraints; `progress`: that of the prompt, which counts towards them.
+    """Beam search for texts that fulfil constraints; `progress`: the prompt's, which counts towards them.
 
-    Besides the best continuations, a step considers those that advance a beam's constraints; beams compete with beams
-    that have advanced as far. If fewer open beams than `count` fulfil them at the end, the others are hypotheses as
-    well.
+    Besides the best continuations, a step considers continuations that advance a beam's constraints; beams compete with
+    beams that have advanced as far. If fewer than `count` open beams fulfil the constraints at the end, the other beams
+    are hypotheses as well.
     """
 
     progress: ConstraintProgress
@@ -244,7 +244,7 @@ class ConstrainedSearch(PoolSearch):
         return Beams((BeamPool.of(self.num_beams, progress=self.progress),))
 
     def turns(self, pools: Sequence[BeamPool], ids: Tensor | None, log_probs: Tensor) -> Iterator[Turn]:
-        """The pool's step, with continuations that advance constraints."""
+        """`PoolSearch.turns`, with continuations that advance constraints; `log_probs` `[beams, vocab]`."""
         [pool] = pools
         total = totals(self.processors(ids, log_probs), pool.sums)
         candidates = best_totals(total, self.candidates(self.num_beams))
@@ -256,7 +256,7 @@ class ConstrainedSearch(PoolSearch):
         yield Turn(replace(self.step(pool, best, candidates.scores[0]), progress=progress), best, total)
 
     def close(self, pool: BeamPool, beams: Iterable[tuple[Beam, str]]) -> BeamPool:
-        """Adds beams that fulfil the constraints, and the others if these are too few."""
+        """Adds the beams that fulfil the constraints, and the other beams if too few do."""
         fulfilled, unfulfilled = list[tuple[Beam, str]](), list[tuple[Beam, str]]()
         for beam, progress in zip(beams, pool.progress, strict=True):
             (fulfilled if progress.fulfilled else unfulfilled).append(beam)

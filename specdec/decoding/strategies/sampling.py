@@ -92,7 +92,7 @@ class Rejection(Coupled):
     def choose(self, seq: SequenceView, new: list[int], out: Logits, node: int, scores: Tensor) -> int:
         """The first accepted child's token, or a draw from the residual of p after all children."""
         tree, place, log_p = out.work.tree, (num_generated(seq), len(new)), scores
-        for order, (child, q) in enumerate(drawn_children(tree, node)):  # log_p: of the residual
+        for order, (child, q) in enumerate(drawn_children(tree, node)):  # log_p: the residual
             token = tree.tokens[child]
             p = torch.softmax(log_p, dim=-1)
             r = noise.uniform(noise.key(self.seed, noise.ACCEPT, *place, order))
@@ -117,13 +117,13 @@ class _Stop:
 
 
 def child_weight(weight: float, p: Tensor, q: Tensor, token: int) -> float:
-    """The weight of the child `token`, which was drawn from `q`, given its parent's weight and p."""
+    """The weight of the child `token`, drawn from `q`, of a node with this `weight` and `p`; both `[vocab]`."""
     p_token, q_token = weight * float(p[token]), float(q[token])
     return min(p_token / q_token, 1.0) if q_token > 0 else float(p_token > 0)
 
 
 def without_child(weight: float, p: Tensor, q: Tensor) -> tuple[float, Tensor]:
-    """A node's weight and p after the removal of a child that was drawn from `q`."""
+    """A node's weight and p after the removal of a child that was drawn from `q`; both `[vocab]`."""
     excess = (weight * p - q).clamp_(min=0.0)
     mass = float(excess.sum())
     remaining = mass + 1.0 - weight

@@ -26,7 +26,7 @@ _DECODER = ("activation_function", "max_target_positions", "scale_embedding", "v
 
 
 def shallow_copy(model: Any, *, attention: str | None = None) -> Any:
-    """A model of copied modules that share all weights with `model`; changes of its modules stay its own.
+    """A model of copied modules that share all weights with `model`, but not later changes of modules.
 
     Its layers use the named `attention`, if any. Passes of `model` may run meanwhile.
     """
@@ -110,7 +110,7 @@ def on_encoder_of(target: Any, draft: Any) -> Any:
         model = WhisperForConditionalGeneration(config)
     model.model.encoder, model.model.decoder = target.get_encoder(), draft.get_decoder()
     model.proj_out, model.generation_config = draft.proj_out, draft.generation_config
-    model.training = model.model.training = draft.training  # not that of the target's encoder
+    model.training = model.model.training = draft.training  # the target's encoder may have another mode
     return model
 
 
@@ -123,9 +123,9 @@ def media_modules(model: Any) -> dict[str, nn.Module]:
 
 
 def part_class(auto_class: Any, config: Any, *, reads_text: bool) -> Any:
-    """A class that loads only the part that reads text, or the other; None for models that cannot be divided.
+    """A class that loads only the part that reads text, or only the rest; None for models that cannot be divided.
 
-    Give a loaded model its own class back (`class_of`), which can be pickled.
+    Set a loaded model's class to `class_of` again, which can be pickled.
     """
     kind = class_of(auto_class, config)
     if kind is None or config.is_encoder_decoder or not any(hasattr(config, name) for name in _CONFIGS):

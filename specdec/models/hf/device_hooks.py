@@ -21,7 +21,7 @@ def is_offloaded(model: nn.Module) -> bool:
 
 
 def execution_device(module: nn.Module) -> torch.device:
-    """The device where `module` computes: its hook's if it has one, otherwise that of its weights."""
+    """The device where `module` computes: its hook's if it has one, otherwise its weights'."""
     for hook in hooks(module):
         if (place := getattr(hook, "execution_device", None)) is not None:
             return torch.device(place)

@@ -26,7 +26,7 @@ _NAME = "check the name, or convert the checkpoint to safetensors if that is wha
 
 
 def check_folder(source: str | os.PathLike[str], argument: str = "model") -> None:
-    """Raises OptionError if `source` can only be a path, as a GGUF file's, and no such folder exists."""
+    """Raises OptionError if `source` can only be a path, as a GGUF file's, and nothing is there."""
     name = str(source)
     only_a_path = not isinstance(source, str) or name.startswith((".", "~", os.sep)) or name.count("/") > 1
     only_a_path |= name.endswith(".gguf")

@@ -35,7 +35,7 @@ def origins(model: nn.Module) -> dict[str, list[Any]]:
 
 
 def runs_other_code(model: nn.Module) -> bool:
-    """Whether modules have hooks or a `forward` of their own, which recorded passes would not call."""
+    """Whether modules have hooks or a replaced `forward`, which recorded passes would not call."""
     return bool(origins(model)["hooks"]) or any("forward" in attributes_of(module) for module in model.modules())
 
 

@@ -1,9 +1,9 @@
-"""Positions for models whose forward does not take them, or scales them: methods are overridden in our passes.
+"""Positions for models whose forward does not take them, or scales them: our passes override methods.
 
-Of rotary positions whose scaling depends on the length (LongRoPE, dynamic NTK) each node has its own span. The library
-scales a pass by its largest position, so drafted nodes and longer rows would change other results, and dynamic scaling
-remembers the longest text. Here a node's span is the length of the text when plain decoding would have read it; the
-library's module runs once per span, on a copy in its initial state.
+Where rotary scaling depends on the length (LongRoPE, dynamic NTK), each node has a span. The library scales a pass by
+its largest position, so drafted nodes and longer rows would change other results, and dynamic scaling remembers the
+longest text. Here a node's span is the length of the text when plain decoding would have read it; the library's module
+runs once per span, on a copy in its initial state.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Lookup:
     """The methods by which a decoder derives positions in a style of `STYLES`; UnsupportedError if there are none."""
 
     def __init__(self, decoder: nn.Module, style: str) -> None:
-        # The methods to override, and by what: `own(module, query, key, *arguments of the model)`.
+        # The methods to override, and by what: `function(module, query, key, *arguments of the model)`.
         self._methods: dict[Method, Callable[..., Any]] = {(decoder, "build_alibi_tensor"): _alibi}
         if style == "bias":
             layers = [module for module in decoder.modules() if getattr(module, "has_relative_attention_bias", False)]

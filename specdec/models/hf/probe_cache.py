@@ -1,6 +1,6 @@
 """Results of trials with the installed libraries: once per process, and successes once per machine.
 
-Each success is a file, named by a digest of itself and the releases, in `specdec/probes` in `$XDG_CACHE_HOME` (by
+Each success is a file, named by a digest of the claim and the releases, in `specdec/probes` in `$XDG_CACHE_HOME` (by
 default `~/.cache`), or in `$SPECDEC_PROBES`. The next process repeats failed trials, as an update may have repaired
 them.
 """
@@ -67,5 +67,5 @@ def _mark(marker: Path, claim: str) -> None:
 
 
 @cache
-def _warn(lack: str) -> None:
-    _log.warning("results of trials are not kept, so every load takes longer: %s", lack)
+def _warn(reason: str) -> None:
+    _log.warning("results of trials are not kept, so every load takes longer: %s", reason)

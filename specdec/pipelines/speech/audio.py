@@ -97,7 +97,7 @@ def _mono(source: Any) -> Samples:
         way_out = "transpose it, or mix its channels down"
         raise OptionError.of("inputs", "of shape [samples] or [1 or 2 channels, samples]", list(source.shape), way_out)
     kind = source.dtype.kind
-    half = 1 if kind == "f" else 2 ** (8 * source.dtype.itemsize - 1)  # of the range of whole numbers
+    half = 1 if kind == "f" else 2 ** (8 * source.dtype.itemsize - 1)  # half the range of whole numbers
     scaled = source.astype(np.float32) / np.float32(half) - np.float32(kind == "u")
     return _check_samples(scaled if scaled.ndim == 1 else scaled.mean(0), "the input")
 
@@ -139,7 +139,7 @@ def _blocks(file: Any, name: str) -> Iterator[Samples]:
 
 
 class Resampler:
-    """Brings blocks of sound from `source_rate` to `rate`; SpecdecError where that needs soxr, which is missing."""
+    """Brings blocks of sound from `source_rate` to `rate`; SpecdecError if that needs soxr, and it is missing."""
 
     def __init__(self, source_rate: float, rate: int) -> None:
         self._stream: Any = None
@@ -186,7 +186,7 @@ def log_mel(samples: Samples, extractor: Any) -> Tensor:
 
 
 def leveled(power: Tensor, loudest: float) -> Tensor:
-    """The features of log powers, which it overwrites, in a recording with this highest one."""
+    """The features of log powers `power`, which it overwrites, in a recording whose highest one is `loudest`."""
     return power.clamp_(min=loudest - 8.0).add_(4.0).div_(4.0)
 
 

@@ -32,12 +32,13 @@ class Heard:
 class Live(Generic[T]):
     """Takes sound by `hear` until `end`; `next` decodes the last window once, which is worthwhile once it `is_due`.
 
-    A window that is full, or the last one, is decoded as a file's, and its text is final; but silence is 80 dB below
-    the loudest sound so far, in a file below the loudest of all. Other windows are decoded as if the sound had ended.
-    The sound of final windows is forgotten. `hear` and `end` may be called while another thread is in `next`.
+    A full window, and the last one, is decoded like a window of a file, and its text is final. But silence is 80 dB
+    below the loudest sound so far; in a file, below the loudest sound of all. Other windows are decoded as if the sound
+    had ended. The sound of final windows is forgotten. `hear` and `end` may be called while another thread is in
+    `next`.
 
-    `rate`: samples per second. `step`: seconds of new sound between two passes over a window. `read` returns the text
-    of a recording, as far as it is decoded, and `finish` the result of one, which took so many seconds.
+    `rate`: samples per second. `step`: seconds of new sound between two passes over a window. `read(recording)` returns
+    the text so far, and `finish(recording, seconds)` the result after so many seconds of work.
     """
 
     def __init__(
@@ -56,8 +57,8 @@ class Live(Generic[T]):
         self._edge = -(-extractor.n_fft // 2 // self._hop)  # frames on a side of a frame that have some of its sound
         self._queue, self._step = SimpleQueue[Samples](), round(step * self.rate)
         self._num_heard = self._num_taken = self._num_decoded = 0  # samples
-        self._sound, self._first = np.empty(0, np.float32), 0  # from this frame on, for frames not in `_power`
-        self._power = torch.empty(extractor.feature_size, 0)  # of complete frames, from the window's first on
+        self._sound, self._first = np.empty(0, np.float32), 0  # sound from this frame on, for frames not in `_power`
+        self._power = torch.empty(extractor.feature_size, 0)  # complete frames, from the window's first on
         self._loudest = float("-inf")
         self._track, self._recording = Track(0, self._power, 0, False), Recording("the sound")
         self._text, self._seconds, self._has_ended = "", 0.0, False
@@ -119,7 +120,7 @@ class Live(Generic[T]):
         return heard
 
     def result(self) -> T:
-        """What was made of the sound, once it has ended and all of it is decoded."""
+        """What `finish` makes of the sound, once it has ended and all of it is decoded."""
         return self._finish(self._recording, self._seconds)
 
     def _take(self, *, last: bool) -> None:
@@ -159,7 +160,7 @@ class Live(Generic[T]):
         )
 
     def _store(self, track: Track, *, last: bool) -> str:
-        """Keeps what was decoded of a window, and returns its text; of the `last`, all that is not said yet."""
+        """Stores a decoded window, and returns its new text; after the `last`, all text that was not returned yet."""
         self._power = self._power[:, track.seek - self._track.seek :]
         self._track, self._recording.tracks = track, [track]
         self._recording.duration = self._num_taken / self.rate

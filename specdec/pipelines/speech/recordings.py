@@ -1,4 +1,4 @@
-"""One recording: cut into tracks, which are decoded on their own, and their texts joined."""
+"""One recording: cut into tracks, which are decoded one by one, and the joined texts of the tracks."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Recording:
     """One recording of a call: its name, `duration` in seconds, other fields of the input, and its tracks in order.
 
     `strides`, in seconds per track: its length, and its overlap with the tracks before and after. `parts`: how many
-    tracks it has in all. `failed`: it could not be read.
+    tracks the recording has in all. `failed`: the recording could not be read.
     """
 
     name: str = "the input"
@@ -138,8 +138,9 @@ class Recording:
     def cues(self, whisper: Whisper, words: Chunks) -> Chunks:
         """The words of each segment, or of each sentence where chunks overlap, as one chunk with its `words`.
 
-        A pause counts with the word beside it: the first and the last word of a cue have at most twice the median
-        length, which counts as 0.4 to 0.7 seconds (as openai-whisper's `add_word_timestamps` bounds it, from above).
+        A word's time may hold the pause beside it, so the first and the last word of a cue get at most twice the median
+        length of words, which counts as 0.4 to 0.7 seconds (as openai-whisper's `add_word_timestamps` bounds it, from
+        above).
         """
         texts = sentences("".join(word["text"] for word in words))
         if self.strides is None:

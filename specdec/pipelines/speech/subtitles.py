@@ -16,7 +16,7 @@ _SHORTEST = 0.1  # seconds; players drop cues without length
 
 
 def srt(cues: Iterable[Chunk], width: int | None = None, words: int | None = None, lines: int | None = None) -> str:
-    """SubRip: numbered cues, `HH:MM:SS,mmm`, and an empty line after each; the arguments are those of `vtt`."""
+    """SubRip: numbered cues, `HH:MM:SS,mmm`, and an empty line after each; takes the arguments of `vtt`."""
     pairs = enumerate(_cues(cues, width, words, lines), 1)
     return "".join(f"{number}\n{cue.times(',')}\n{cue.text().replace('-->', '->')}\n\n" for number, cue in pairs)
 
@@ -25,8 +25,8 @@ def vtt(cues: Iterable[Chunk], width: int | None = None, words: int | None = Non
     """WebVTT: cues with `HH:MM:SS.mmm`, reserved characters escaped, and the time of each word that has one.
 
     A cue is a chunk of `text` and `timestamp`, perhaps with its `words`, which are chunks too. Lines have at most
-    `width` characters, longer words excepted; cues at most `lines` lines, and those with `words` at most `words` of
-    them. The parts of a cue without words divide its time by their characters.
+    `width` characters, longer words excepted; cues have at most `lines` lines, and cues with words have at most `words`
+    words. Parts of a cue without words share its time by their numbers of characters.
     """
     parts = _cues(cues, width, words, lines)
     return "WEBVTT\n\n" + "".join(f"{cue.times('.')}\n{cue.text(cue.with_time)}\n\n" for cue in parts)
@@ -36,7 +36,8 @@ def vtt(cues: Iterable[Chunk], width: int | None = None, words: int | None = Non
 class _Piece:
     """Characters that stay in one line, and the space before them; seconds from `start` to `end`.
 
-    `before`: the start of the word before; endless within a word, or text without words, whose pieces have no time.
+    `before`: the start of the previous word; infinite for pieces that show no time: within a word, and of text without
+    words.
     """
 
     gap: str
@@ -89,7 +90,7 @@ def _groups(items: Sequence[T], most: int | None) -> Iterator[Sequence[T]]:
 
 
 def _pieces(words: Iterable[Chunk]) -> Iterator[_Piece]:
-    """The words cut at spaces; the pieces of a word divide its time by their characters."""
+    """The words cut at spaces; the pieces of a word share its time by their numbers of characters."""
     before = inf
     for word in words:
         text, (start, end) = word["text"].rstrip(), word["timestamp"]
@@ -115,7 +116,7 @@ def _lines(pieces: Iterable[_Piece], width: int | None) -> list[list[_Piece]]:
 
 
 def _even_lines(pieces: Sequence[_Piece], width: int | None, most: int | None) -> list[list[_Piece]]:
-    """The lines, as narrow as goes into their number, or into their cues of `most`: no last word is left alone."""
+    """The lines, as narrow as their number, or their number of cues of `most` lines, allows: no last word is alone."""
     lines = _lines(pieces, width)
     if width is None or not lines:
         return lines

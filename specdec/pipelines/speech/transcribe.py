@@ -38,7 +38,7 @@ _CALL = ("chunk_length_s", "stride_length_s", "batch_size", "return_language", "
 CALL_OPTIONS = (*_CALL, *NAMES)
 """The options of a call that are no options of `generate`."""
 _WORDLESS = 10.0  # seconds of sound; a longer recording without a word is a warning
-_IGNORED = ("ignore_warning", "decoder_kwargs")  # of transformers' pipeline, about models of another kind
+_IGNORED = ("ignore_warning", "decoder_kwargs")  # transformers' pipeline has them for models of another kind
 
 
 class Transcription(dict[str, Any]):
@@ -47,8 +47,8 @@ class Transcription(dict[str, Any]):
     Attributes: `cues`, the chunks as subtitles show them: segments, with `words` in them where words have times;
     `segments` of each track (the recording, or each of its chunks) with their tokens; `finish_reasons`: why the text of
     each window with speech ended; `language`, the first one, or None where the prompt has none; `duration` of the
-    recording in seconds; `stopped`: `stop_when` ended the call before it; `stats` of the whole call; `seconds`: the
-    call's time, divided among its recordings by duration.
+    recording in seconds; `stopped`: `stop_when` ended the call before the recording's end; `stats` of the whole call;
+    `seconds`: the call's time, divided among its recordings by duration.
     """
 
     cues: list[dict[str, Any]]
@@ -73,7 +73,7 @@ class Transcription(dict[str, Any]):
 
 @dataclass(frozen=True)
 class _Request:
-    """The arguments of a call; `options` are those of `SpecGenerator.generate`."""
+    """The arguments of a call; `options`: arguments of `SpecGenerator.generate`."""
 
     settings: SpeechSettings
     chunking: Chunking | None
@@ -86,7 +86,7 @@ class _Request:
 
 
 class Transcriber:
-    """Transcribes speech with a target of the Whisper family and a draft; the text is that of the target alone.
+    """Transcribes speech with a target of the Whisper family and a draft, to the text that the target alone writes.
 
     `target`: a model, id or folder, or a `SpecGenerator`, which has its draft. `draft`: a smaller Whisper; a distilled
     decoder that shares the target's encoder (a whole model with equal encoder weights, or a `WhisperForCausalLM`); a
@@ -190,7 +190,7 @@ class Transcriber:
         """A recording that is still made, at the model's rate: it takes sound as it comes, and its text follows.
 
         `step`: seconds of new sound after which its window is decoded again. Takes the options of a call for one
-        recording, without chunks; its result is that of the whole recording.
+        recording, without chunks; its result covers the whole recording.
         """
         request = self._request(options)
         if request.chunking is not None:
@@ -216,7 +216,7 @@ class Transcriber:
 
     @cached_property
     def _copying(self) -> dict[str, Any]:
-        """The option of a call that copies from predictions; none where the generator's draft does."""
+        """The option of a call for a draft that copies from predictions; none if the generator's draft does."""
         draft = copying_beside(self.generator.draft)
         return {} if draft is self.generator.draft else {"assistant_model": draft}
 
@@ -294,7 +294,7 @@ class Transcriber:
     ) -> Iterator[None]:
         """Transcribes all inputs; yields after each window, and fills `recordings`, and at the end `results`.
 
-        `first`: the number of their first track, on which its draws depend.
+        `first`: the number of the first track; random draws depend on a track's number.
         """
         began, done = clock(), 0.0
 

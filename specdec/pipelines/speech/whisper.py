@@ -18,12 +18,12 @@ from specdec.errors import OptionError, UnsupportedError
 from specdec.models.encoding import Encoding
 from specdec.models.language_model import LanguageModel
 
-TOKEN_SECONDS = 0.02  # of audio, between two timestamp tokens
+TOKEN_SECONDS = 0.02  # seconds of audio between two timestamp tokens
 FRAME_SECONDS = 0.01
 
 
 class Evidence(NamedTuple):
-    """Of a window: the probability of no speech, and the mean log-probability of the text."""
+    """A window's probability of no speech, and the mean log-probability of its text."""
 
     silence: float
     log_prob: float
@@ -115,7 +115,7 @@ class Whisper(SpeechConfig):
         return next((self.languages[token] for token in self.language_token(prompt)), only)
 
     def prompt(self, encoding: Encoding, *, language: str | None, task: str | None, timestamps: bool) -> list[int]:
-        """The decoder's prompt of a row: start, language, task, and a token where it has no `timestamps`.
+        """The decoder's prompt of a row: start, language, task, and without `timestamps` the token for that.
 
         A language that neither the call nor the checkpoint names is detected, as in transformers. The default task is
         to transcribe: without a task, models repeat words or write nothing.

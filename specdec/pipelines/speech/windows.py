@@ -30,7 +30,7 @@ _WARM = 0.5  # text of this temperature or above is no context for the next wind
 class Segment:
     """A stretch of speech: begin and end in seconds of the recording, and its tokens with their timestamps.
 
-    `token_times`: the second at which each token ends; None without word timestamps. `opening`: as of its track.
+    `token_times`: the second at which each token ends; None without word timestamps. `opening`: the track's.
     """
 
     start: float
@@ -54,7 +54,7 @@ def window_segments(
         begins, ends = (offset + step * TOKEN_SECONDS for step in (start, end))
         return Segment(begins, ends, list(tokens[first:last]), None if times is None else list(times[first:last]))
 
-    steps = [token - begin for token in tokens]  # of time; below 0 for text
+    steps = [token - begin for token in tokens]  # steps of time; below 0 for text
     cuts = [i + 1 for i in range(len(steps) - 1) if steps[i] >= 0 and steps[i + 1] >= 0]
     if not cuts:
         start = max(steps[0], 0) if steps else 0
@@ -83,15 +83,15 @@ def options_at(temperature: float, options: Mapping[str, Any], settings: SpeechS
 
 @dataclass
 class Track:
-    """Sound that is decoded on its own, and its text so far.
+    """Sound that is decoded by itself, and the text so far.
 
-    `features` `[mels, frames]`: those from frame `first` on; after `sound_frames` comes padding to a window.
-    `timestamps`: whether they are decoded with the text. `pace`: seconds of new sound per frame, fewer where tracks
-    overlap. `seek`: the frame at which the next window begins. `opening`: the prompt's tokens of language and task.
-    `trusted`: the last text may be context for the next window. `finish_reasons`: of its windows with speech. `ahead`:
-    tokens after the last window's last timestamp, whose sound the next window has again. `before`: the track that has
-    the same sound as this one, from its fraction `shared_from` on. `latest`: the last window's tokens. `seconds` of
-    sound, at whose end no segment goes on.
+    `features` `[mels, frames]`: the features from frame `first` on; frames after `sound_frames` are padding.
+    `timestamps`: whether the text has timestamps. `pace`: seconds of new sound per frame, fewer where tracks overlap.
+    `seek`: the frame at which the next window begins. `opening`: the prompt's tokens of language and task. `trusted`:
+    the last text may be context for the next window. `finish_reasons`: why each window with speech ended. `ahead`:
+    tokens after the last window's last timestamp, whose sound the next window has again. `before`: a track whose sound
+    from the fraction `shared_from` on begins this track, too. `latest`: the last window's tokens. `seconds`: the length
+    of the sound, at which segments end at the latest.
     """
 
     number: int
@@ -149,9 +149,9 @@ class _DecodedWindow:
 
 
 class Listener:
-    """Decodes tracks, several windows at a time; each track's text equals that of the track alone.
+    """Decodes tracks, several windows at a time; the text of a track does not depend on the other tracks.
 
-    `options` are those of `SpecGenerator.generate`; `progress` is called with the seconds of sound of each round.
+    `options`: arguments of `SpecGenerator.generate`; `progress` is called with the seconds of sound of each round.
     """
 
     def __init__(
@@ -219,7 +219,7 @@ class Listener:
             return [*prompt_ids, *track.opening]
         context: list[int] = []
         for tokens in (segment.tokens for segment in track.segments):
-            twice = len(tokens) > 2 and tokens[-2] >= whisper.timestamp_begin  # timestamps at the end: one is enough
+            twice = len(tokens) > 2 and tokens[-2] >= whisper.timestamp_begin  # one timestamp is enough
             context += tokens[:-1] if twice else tokens
         if first:
             context = prompt_ids[prompt_ids[:1] == [before] :] + context
@@ -313,7 +313,7 @@ class Listener:
             track.segments.append(replace(segment, start=start, end=end, opening=track.opening))
         track.seek += covered if covered > 0 else frames
         rest = tokens[sum(len(segment.tokens) for segment in segments) :]
-        begin, steps = whisper.timestamp_begin, covered // whisper.stride  # by which timestamps are earlier there
+        begin, steps = whisper.timestamp_begin, covered // whisper.stride  # the next window begins so many later
         earlier = [token if token < begin else max(token - steps, begin) for token in rest]
         track.ahead = [begin, *earlier] if rest else []
 

@@ -56,7 +56,7 @@ class Summaries:
 
 @dataclass(frozen=True)
 class _Output:
-    """`new[prompt][copy]`: new ids; `starts[prompt]`: the prompt's ids, of encoder-decoder targets the decoder's."""
+    """`new[prompt][copy]`: new ids; `starts[prompt]`: the ids before them, which are a prompt or a decoder's start."""
 
     new: list[list[list[int]]]
     starts: list[list[int]]
@@ -67,7 +67,7 @@ class _Output:
 class _Plan:
     """A call's options, as they were read and as `arguments` of `generate`.
 
-    A pass has at most `room` input tokens (None: any number) and `limit` new ones.
+    A pass has at most `room` input tokens (None: any number) and `limit` new tokens.
     """
 
     options: Options
@@ -79,14 +79,13 @@ class _Plan:
 
 
 class Summarizer:
-    """Summarises texts with a target and a draft; the summaries are those of the target alone.
+    """Summarises texts with a target and a draft; the target alone would write the same summaries.
 
-    `target`, `draft` and `options` are those of `SpecGenerator`, but by default the draft copies from the text;
-    `target` may also be a `SpecGenerator`. The checkpoint's settings for the task apply
-    (`task_specific_params["summarization"]`: lengths, beams, T5's prefix). `template`: the target's input, with
-    `{text}` in it, and perhaps `{words}`, a number of words that stays within the length limit; by default the prefix
-    and the text, or without an encoder an instruction, sent as a user's message where the tokenizer has a chat
-    template.
+    `target`, `draft`, `options`: as in `SpecGenerator`, but by default the draft copies from the text; `target` may
+    also be a `SpecGenerator`. The checkpoint's settings for the task apply (`task_specific_params["summarization"]`:
+    lengths, beams, T5's prefix). `template`: the target's input, with `{text}` in it, and perhaps `{words}`, a number
+    of words that stays within the length limit; by default the prefix and the text, or without an encoder an
+    instruction, sent as a user's message where the tokenizer has a chat template.
 
     A text longer than the target's context, or than `chunk_tokens` (template included), is summarised in pieces of
     whole sentences; then their summaries are summarised together, until one piece is left. A piece's summary that the
@@ -132,7 +131,7 @@ class Summarizer:
         return {**options} if has_limit else {**options, "max_new_tokens": NEW_TOKENS}
 
     def __call__(self, documents: str | Iterable[str], **options: Any) -> list[Any]:
-        """One dict per text, `[{"summary_text": …}]`, also for a single text; `options` are those of `summarize`.
+        """One dict per text, `[{"summary_text": …}]`, also for a single text; `options`: as in `summarize`.
 
         With `num_return_sequences` above 1, several texts return a list of lists. Raises OptionError.
         """
@@ -148,9 +147,9 @@ class Summarizer:
     ) -> Summaries:
         """The summaries of several texts, with their ids, parts and statistics.
 
-        `options` are those of `SpecGenerator.generate`; `max_length` and `min_length` count the summary alone for any
-        target. `truncation` reads only the beginning of a long text. Raises OptionError before any pass for empty texts
-        and wrong options, SpecdecError where the summaries of a text's pieces are no shorter than the text.
+        `options`: as in `SpecGenerator.generate`; `max_length` and `min_length` count the summary alone for any target.
+        `truncation` reads only the beginning of a long text. Raises OptionError before any pass for empty texts and
+        wrong options, SpecdecError where the summaries of a text's pieces are no shorter than the text.
         """
         texts = _check_documents(documents)
         if not isinstance(truncation, bool):
