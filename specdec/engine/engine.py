@@ -19,7 +19,7 @@ from specdec.core.outcome import Outcome, Round, SequenceRound, accept
 from specdec.core.sequence import RunningSequence
 from specdec.core.tree import EMPTY, Tree
 from specdec.engine.drafts import Guarded, OpenDrafts, grouped
-from specdec.engine.memory import MemoryBudget
+from specdec.engine.memory import MemoryLimit
 from specdec.engine.prefix_cache import PrefixCache
 from specdec.engine.request import Request
 from specdec.engine.scheduler import Parts, Scheduler
@@ -39,7 +39,7 @@ class Engine:
         self, model: LanguageModel, *, kv_budget: int | float | None = None, prefix_cache: PrefixCache | None = None
     ) -> None:
         self.model = model
-        self.memory = None if kv_budget is None else MemoryBudget(kv_budget, model)
+        self.memory = None if kv_budget is None else MemoryLimit(kv_budget, model)
         self.waiting: deque[Request] = deque()
         self._last_id = 0
         self._begin(prefix_cache)
@@ -210,7 +210,7 @@ class Engine:
             self.scheduler.add(request)
         self._end_failed()
 
-    def _make_room(self, memory: MemoryBudget) -> None:
+    def _make_room(self, memory: MemoryLimit) -> None:
         """Bounds the caches of target and drafts, and shrinks the prefix cache to the memory that is left."""
         admitted = list(dict.fromkeys(self._requests.values()))
         ample = memory.ample(admitted)

@@ -9,7 +9,7 @@ from specdec.errors import OptionError
 from specdec.models import LanguageModel, free_bytes
 
 
-class MemoryBudget:
+class MemoryLimit:
     """A limit on the keys and values of all running sequences, target and drafts together.
 
     `kv_budget`: bytes (int), or a share of the memory that is free at the first request (float). A request counts as if
