@@ -57,7 +57,7 @@ def summarize(
     if demo and files:
         raise OptionError("--demo has its own texts: leave out the files, or --demo")
     target = model or (ZOO if demo and config is None else None)
-    request = read_request({**ctx.params, "target": target}, named="--model", new_tokens=None)
+    request = read_request({**ctx.params, "target": target}, argument="--model", new_tokens=None)
     if not files and not demo:
         raise OptionError("no file was named: pass FILE, - to read stdin, or --demo for bundled texts")
     names = files_among(files or [], TEXTS)

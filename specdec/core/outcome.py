@@ -16,7 +16,7 @@ from specdec.core.tree import EMPTY, Step, Tree, depths_of
 from specdec.core.work import READ_ALONG, Logits, Work
 
 NewLeaf = tuple[int, int]  # the node before it, and its token
-_MOST_HELD = 8  # times its own bytes that a view may keep in memory
+_MOST_TIMES = 8  # times its own bytes that a view may keep in memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ class Outcome:
         places = slice(rows[0], rows[-1] + 1) if is_run else rows  # a slice copies nothing
         assert self.out.hidden_states is not None
         parts = [self.out.hidden_states[layer][places] for layer in layers]
-        if parts[0].untyped_storage().nbytes() > _MOST_HELD * parts[0].nbytes:
+        if parts[0].untyped_storage().nbytes() > _MOST_TIMES * parts[0].nbytes:
             parts = [part.clone() for part in parts]  # a view would keep the whole pass in memory
         return Hidden(max(first, 0), work.num_cached, parts)
 

@@ -47,7 +47,7 @@ def stacked(traces: list[Trace], void: list[bool]) -> Trace:
     """One trace of all leaves, which have the same depth; zeros for those that are `void`."""
 
     def layer(leaves: tuple[Tensor, ...]) -> Tensor:
-        return torch.stack([torch.zeros_like(t) if gone else t for t, gone in zip(leaves, void, strict=True)])
+        return torch.stack([torch.zeros_like(t) if is_void else t for t, is_void in zip(leaves, void, strict=True)])
 
     parts = zip(*traces, strict=True)
     return Trace(*(None if p[0] is None else tuple(map(layer, zip(*p, strict=True))) for p in parts))

@@ -218,7 +218,7 @@ class Engine:
         for opened in self.drafts.open.values():
             opened.proposer.bound(*ample)
         prefix_cache = self.scheduler.prefix_cache
-        prefix_cache.room = memory.limit - max(memory.bytes(admitted), memory.kept_bytes)
+        prefix_cache.room = memory.limit - max(memory.bytes(admitted), memory.buffer_bytes)
         prefix_cache.shrink()
 
     def _prefill(self) -> None:
@@ -231,10 +231,10 @@ class Engine:
 
     def _release(self, seqs: Sequence[RunningSequence]) -> None:
         """Removes sequences with their keys and values; a request without sequences is done."""
-        gone = [seq for seq in seqs if seq.id in self._requests]
-        self.scheduler.remove(gone)
-        self.drafts.release(gone)
-        requests = {self._requests.pop(seq.id) for seq in gone}
+        present = [seq for seq in seqs if seq.id in self._requests]
+        self.scheduler.remove(present)
+        self.drafts.release(present)
+        requests = {self._requests.pop(seq.id) for seq in present}
         self.running = [seq for seq in self.running if seq.id in self._requests]
         for request in requests:
             if all(seq.id not in self._requests for seq in request.seqs):

@@ -24,7 +24,7 @@ class MemoryLimit:
             )
         self.kv_budget, self._model = kv_budget, model
         self._ample = (0, 0)  # rows and columns that buffers may keep allocated
-        self.kept_bytes = 0  # their bytes
+        self.buffer_bytes = 0  # their bytes
 
     @property
     def limit(self) -> int:
@@ -65,7 +65,7 @@ class MemoryLimit:
         width = self._model.kv_bytes + sum(model.kv_bytes for model in models.values())
         fits = 2 * ample[0] * ample[1] * width <= self.limit
         self._ample = ample if fits else (rows, columns)
-        self.kept_bytes = self._ample[0] * self._ample[1] * width
+        self.buffer_bytes = self._ample[0] * self._ample[1] * width
         return self._ample
 
     def bytes(self, requests: Sequence[Request]) -> int:

@@ -241,10 +241,10 @@ class Scheduler:
                 opened.texts.drop(seq)
         leaving = {*seqs}
         self.prefilling = [seq for seq in self.prefilling if seq not in leaving]
-        gone = [row_seq for seq in seqs for row_seq in seq.batch_seqs]
-        if rows := [row_seq.cache_row for row_seq in gone if row_seq.cache_row is not None]:
+        row_seqs = [row_seq for seq in seqs for row_seq in seq.batch_seqs]
+        if rows := [row_seq.cache_row for row_seq in row_seqs if row_seq.cache_row is not None]:
             self.session.remove(rows)
-        for row_seq in gone:
+        for row_seq in row_seqs:
             row_seq.cache_row = None
             self._texts.drop(row_seq)
             self._keys.pop(row_seq, None)

@@ -266,7 +266,7 @@ def copying_beside(draft: Draft | None) -> Draft:
     return draft if draft.reads_predictions else HybridDraft(SuffixDraft(), draft)
 
 
-def named_drafts(arguments: Mapping[str, Any], config: Any) -> dict[str, Any]:
+def draft_arguments(arguments: Mapping[str, Any], config: Any) -> dict[str, Any]:
     """The arguments of `ALIASES` in a call or else its generation config.
 
     Warns of a call's details without the argument that they belong to.

@@ -210,9 +210,9 @@ class Detokenizer:
                 self._ids += ids
                 self._settle(len(self._ids))
                 return text
-        return "".join(map(self._read_one, ids))
+        return "".join(map(self._read_token, ids))
 
-    def _read_one(self, token: int) -> str:
+    def _read_token(self, token: int) -> str:
         self._ids.append(token)
         data, before = self._bytes.get(token), self._begun
         if data is not None:

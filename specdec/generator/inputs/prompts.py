@@ -324,14 +324,14 @@ def _encoding(inputs: Mapping[str, Any], encoder: Mapping[str, Tensor], target: 
         return None
     way_out, mask = "pass what the encoder returned", None
     if not isinstance(outputs, Encoding):
-        is_named = isinstance(outputs, ModelOutput) and "last_hidden_state" in outputs
+        is_output = isinstance(outputs, ModelOutput) and "last_hidden_state" in outputs
         first = outputs[0] if isinstance(outputs, tuple | list | ModelOutput) and len(outputs) else outputs
-        hidden = outputs.get("pooler_output", first) if is_named and first.dim() > 3 else first
+        hidden = outputs.get("pooler_output", first) if is_output and first.dim() > 3 else first
         if not isinstance(hidden, Tensor) or hidden.dim() != 3:
             expected = "hidden states [rows, frames, width]"
             raise OptionError.of("encoder_outputs", expected, type(hidden).__name__, way_out)
         mask = encoder.get("attention_mask") if encoder else _encoder_mask(inputs, len(hidden))
-        outputs = target.encoding_of(_moved(outputs if is_named else {"last_hidden_state": hidden}, target), mask)
+        outputs = target.encoding_of(_moved(outputs if is_output else {"last_hidden_state": hidden}, target), mask)
     width = source_width(target.model)
     rows, frames = outputs.hidden.shape[:2]
     if outputs.hidden.shape[-1] != width or not frames:
