@@ -21,7 +21,7 @@ from specdec.models import packed_weights_unwritten
 from specdec.options import bundled_models
 from specdec.options.load import Loading
 
-_RUNS = 2  # of both sides of a duel
+_RUNS = 2  # runs of both sides of a duel
 
 
 class Systems:

@@ -229,7 +229,7 @@ def unreadable(source: Any, error: SpecdecError) -> None:
 
 
 def choose_model(model: str | None, *, demo: bool) -> str:
-    """The model that was named, or for the demo that of the package; else raises OptionError."""
+    """The model that was named, or for the demo the package's; else raises OptionError."""
     if model is None and not demo:
         raise OptionError(
             f"no model was named: pass --model, for example --model openai/whisper-base (the bundled {ZOO} knows 299 "

@@ -39,9 +39,7 @@ class Stopping:
     forced_ids: frozenset[int] = frozenset()
 
     def __call__(self, seq: SequenceView, new: list[int], scores: tuple[Tensor, ...] | None = None) -> str | None:
-        """Why the sequence ends after the last token of `new`: "eos", "length", "stop", "time", "criteria", a
-        criterion's own reason, or None.
-        """
+        """Why the sequence ends after the last token of `new`: a reason as in `_REASONS` or a criterion's, or None."""
         ids = seq.prefix(new) if self.reads_ids else None
         return self.each(new[-1:], len(seq.tokens) + len(new), ids, scores)[0]
 

@@ -3,7 +3,7 @@
 In a round, the draft proposes nodes for each sequence, the target computes logits for all of them in one pass, each
 sequence's strategy takes its ordinary steps as far as these logits reach, and the results are committed. So the draft
 only decides which logits are computed early. The sequences of all requests share the rounds; prompts are read between
-them, in passes of their own.
+them, in separate passes.
 """
 
 from __future__ import annotations

@@ -81,5 +81,5 @@ class MemoryLimit:
 
 
 def _cached(request: Request) -> Sequence[LanguageModel]:
-    """The models of a request's draft that have caches of their own."""
+    """The models of a request's draft that keep keys and values in a cache."""
     return () if request.draft is None or not request.draft.is_cached else request.draft.models

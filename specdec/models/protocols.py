@@ -172,7 +172,7 @@ class Session(ABC):
 
     @abstractmethod
     def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
-        """Cuts texts to `lengths[i]` tokens, and drops the branches of those that were longer."""
+        """Cuts texts to `lengths[i]` tokens, and drops the branches of texts that were longer."""
 
 
 class ModelSpec(Protocol):

@@ -28,8 +28,7 @@ class Contrast:
     """The state of a search: the text so far, and the candidates for the next token.
 
     `context` `[length, width]`: the directions of all hidden states. `probs` `[candidates]` float32: the candidates'
-    probabilities. `step`: logits and scores of the next token's step. `scores`: the scores of all steps, if they are
-    kept.
+    probabilities. `step`: logits and scores of the next token's step. `scores`: all steps' scores, if kept.
     """
 
     tokens: tuple[int, ...] = ()

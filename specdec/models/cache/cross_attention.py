@@ -56,7 +56,7 @@ class CrossAttention:
 
     @torch.no_grad()
     def project(self, indices: Iterable[int]) -> None:
-        """Projects the new encodings of these rows, those of equal length together."""
+        """Projects the new encodings of these rows; encodings of equal length share a pass."""
         unprojected = self._unprojected.intersection(self.encoder_rows[index] for index in indices)
         if not unprojected:
             return

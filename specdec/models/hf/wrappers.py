@@ -28,7 +28,7 @@ def decoder_config(config: Any) -> Any:
 
 
 def model_inputs(model: Any) -> frozenset[str]:
-    """The arguments of a model's forward, with those that it hands to its decoder."""
+    """The arguments of a model's forward, with the ones that it hands to its decoder."""
     names = frozenset(inspect.signature(model.forward).parameters)
     if is_composite(model.config):
         names |= {f"decoder_{name}" for name in inspect.signature(model.get_decoder().forward).parameters}

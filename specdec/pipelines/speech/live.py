@@ -34,8 +34,7 @@ class Live(Generic[T]):
 
     A full window, and the last one, is decoded like a window of a file, and its text is final. But silence is 80 dB
     below the loudest sound so far; in a file, below the loudest sound of all. Other windows are decoded as if the sound
-    had ended. The sound of final windows is forgotten. `hear` and `end` may be called while another thread is in
-    `next`.
+    had ended. The sound of final windows is forgotten. Other threads may call `hear` and `end` during `next`.
 
     `rate`: samples per second. `step`: seconds of new sound between two passes over a window. `read(recording)` returns
     the text so far, and `finish(recording, seconds)` the result after so many seconds of work.

@@ -139,8 +139,7 @@ class Recording:
         """The words of each segment, or of each sentence where chunks overlap, as one chunk with its `words`.
 
         A word's time may hold the pause beside it, so the first and the last word of a cue get at most twice the median
-        length of words, which counts as 0.4 to 0.7 seconds (as openai-whisper's `add_word_timestamps` bounds it, from
-        above).
+        length, which counts as 0.4 to 0.7 seconds (openai-whisper's `add_word_timestamps` bounds it from above).
         """
         texts = sentences("".join(word["text"] for word in words))
         if self.strides is None:

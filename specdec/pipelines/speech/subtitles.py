@@ -36,8 +36,7 @@ def vtt(cues: Iterable[Chunk], width: int | None = None, words: int | None = Non
 class _Piece:
     """Characters that stay in one line, and the space before them; seconds from `start` to `end`.
 
-    `before`: the start of the previous word; infinite for pieces that show no time: within a word, and of text without
-    words.
+    `before`: the start of the previous word; infinite without a time: within a word, or in text without words.
     """
 
     gap: str
