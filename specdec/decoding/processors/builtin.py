@@ -151,6 +151,7 @@ class OutputPenalty:
         self.length, self.presence, self.frequency = length, presence, frequency
 
     def __call__(self, ids: Tensor, logits: Tensor) -> Tensor:
+        """`logits` `[n, vocab]`, lowered for what `ids` `[n, length]` have after the prompt."""
         output = ids[:, self.length :]
         if not output.shape[1]:
             return logits
@@ -200,6 +201,7 @@ class EncoderPenalty(stock.EncoderRepetitionPenaltyLogitsProcessor):  # type: ig
         super().__init__(penalty, ids[ids < width][None])
 
     def __call__(self, ids: Tensor | None, logits: Tensor) -> Tensor:
+        """`logits` `[n, vocab]` with the penalty; `ids` do not matter."""
         return torch.cat([super(EncoderPenalty, self).__call__(ids, text[None]) for text in logits])
 
 

@@ -33,6 +33,7 @@ class Top:
         return f"Top({self.k}, {self.p})"
 
     def __call__(self, ids: Tensor | None, logits: Tensor) -> Tensor:
+        """`logits` `[n, vocab]`, -inf for the tokens that are not kept; `ids` do not matter."""
         fits = logits.is_cpu and logits.dtype == torch.float32 and not logits.requires_grad
         if fits and kernels.available():
             return kernels.keep_top(logits, self.k, self.p, self.min_tokens_to_keep)  # type: ignore[no-any-return]
