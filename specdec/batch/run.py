@@ -81,8 +81,7 @@ def run_batch(
     """Answers every row of `source` that has no line in `out` yet; lines are in the order of rows.
 
     `at_once` rows share passes. `tell` is called after every row. Once `stop()` is true, no more rows start, and
-    another run may resume. Raises OptionError for an `out` that another run wrote, and the errors of loading the
-    models.
+    another run may resume. Raises OptionError for an `out` that another run wrote, and the errors of loading models.
     """
     journal = _journal(Path(out), source, spec, overwrite=overwrite)
     try:

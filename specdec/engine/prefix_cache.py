@@ -28,8 +28,7 @@ target's."""
 class PrefixIndex(Generic[Owner]):
     """Owners of texts, one text each, in the order of the texts: a prompt's place is beside the text most like it.
 
-    So a look-up is a binary search. Texts are bytes, which compare fast. Texts of different keys have nothing in
-    common.
+    A look-up is a binary search. Texts are bytes, which compare fast. Texts of different keys share nothing.
     """
 
     def __init__(self) -> None:

@@ -2,8 +2,7 @@
 
 A text is read once. A text that begins like another sequence's, running or not, continues from a copy of that
 sequence's keys and values; while the other sequence is reading the common part, it waits. Drafts that run a model share
-texts likewise, in their caches. Copies of a prompt within one request are shared by every model, however short the
-prompt is.
+texts likewise, in their caches. Copies of a prompt within one request are shared by every model, also short ones.
 """
 
 from __future__ import annotations

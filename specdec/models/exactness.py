@@ -52,8 +52,7 @@ def strict_obstacle(language: ModelSpec) -> str | None:
     """Why logits may depend on more than their text: a layer of another kind, or the result of trying.
 
     Returns None if packed layers multiply all weights, and logits are equal, bit for bit, in passes of other widths, as
-    branches, beside other rows and in larger buffers. Trying alone would not do: half precision hides differences in
-    most tokens.
+    branches, beside other rows and in larger buffers. Trying is not enough: half precision hides most differences.
     """
     if name := _other_layer(language):
         return f"`{name}` is no packed layer"

@@ -88,8 +88,7 @@ class Session(ABC):
     `add` and `fork` return a row's number, which never changes. A row holds a text and, after its end, *pending
     branches*: a tree of nodes that may become text (beams). With a `cache_reset_length` a text that grows beyond it
     must be read again from its beginning: no node of a pass may lie beyond that length while the text does not.
-    `keeps_prefixes`: whether `keep_prefix` and `read_from` work; `draft_chains`: whether `draft_chain` may return
-    chains.
+    `keeps_prefixes`: whether `keep_prefix` and `read_from` work; `draft_chains`: whether `draft_chain` may work.
     """
 
     cache_reset_length: int | None

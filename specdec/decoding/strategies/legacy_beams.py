@@ -50,8 +50,8 @@ class Turn(NamedTuple):
 class PoolSearch(Scoring):
     """Base of the searches that are scored as in transformers 4.49.
 
-    `end_id` ends every text, whichever end token it chose, as in transformers. `pad_id` follows the texts of a pool
-    that is done.
+    `end_id` ends every text, whatever its end token, as in transformers. `pad_id` follows the texts of a pool that is
+    done.
     """
 
     end_id: int = 0

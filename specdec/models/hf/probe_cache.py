@@ -1,8 +1,7 @@
 """Results of trials with the installed libraries: once per process, and successes once per machine.
 
 Each success is a file, named by a digest of the claim and the releases, in `specdec/probes` in `$XDG_CACHE_HOME` (by
-default `~/.cache`), or in `$SPECDEC_PROBES`. The next process repeats failed trials, as an update may have repaired
-them.
+default `~/.cache`), or in `$SPECDEC_PROBES`. The next process repeats failed trials: an update may help.
 """
 
 from __future__ import annotations

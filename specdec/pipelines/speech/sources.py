@@ -118,8 +118,8 @@ def _exactly(stream: BinaryIO, count: int) -> bytes:
 
 def arriving(blocks: Iterable[Samples], is_over: Callable[[], bool] = lambda: False) -> Iterator[Samples]:
     """The blocks, which a thread reads while the caller works; blocks that wait come as one. An error of `blocks` is
-    raised after them. At most a minute of sound waits, then the source does. Once `is_over()`, the blocks that wait are
-    the last.
+    raised after them. At most a minute of sound waits, then the source does. Once `is_over()`, waiting blocks are the
+    last.
     """
     queue, is_left = Queue[Any](_AHEAD), Event()
 
