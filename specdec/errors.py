@@ -54,6 +54,6 @@ class DraftError(SpecdecError, RuntimeError):
     """A draft returned something that is not a proposal."""
 
 
-def closest_name(name: str, known: Iterable[str]) -> str | None:
-    """The known name closest to `name`; None if none is near."""
-    return next(iter(get_close_matches(name, known, n=1, cutoff=0.75)), None)
+def closest_name(name: str, names: Iterable[str]) -> str | None:
+    """The one of `names` that is closest to `name`; None if none is near."""
+    return next(iter(get_close_matches(name, names, n=1, cutoff=0.75)), None)

@@ -79,7 +79,7 @@ def fresh_verdicts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Nothing is known from before; the folder."""
     path = tmp_path / "kept" / "probes"
     monkeypatch.setenv("SPECDEC_PROBES", str(path))
-    monkeypatch.setattr(probe_cache, "_found", {})
+    monkeypatch.setattr(probe_cache, "_results", {})
     return path
 
 

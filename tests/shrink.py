@@ -12,7 +12,7 @@ import torch
 import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from specdec.models.hf.tiny_models import VOCABULARY, WINDOW, shaken
+from specdec.models.hf.tiny_models import VOCABULARY, WINDOW, with_random_weights
 from tests.tiny import DECODERS, ENCODER_DECODERS, MOE
 
 _IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
@@ -83,7 +83,7 @@ def tiny_of(kind: Any) -> PreTrainedModel:
         count = sum(weights.numel() for weights in kind(deepcopy(config)).parameters())
     if count > _LARGEST:
         raise ValueError(f"{count:,} parameters remain")
-    model = shaken(lambda: kind(config).float())
+    model = with_random_weights(lambda: kind(config).float())
     if model.can_generate():
         model.generation_config.update(**{**_IDS, "eos_token_id": None})
     return model

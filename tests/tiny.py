@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from transformers import AutoConfig, PreTrainedModel
 
-from specdec.models.hf.tiny_models import SIZES, WINDOW, built
+from specdec.models.hf.tiny_models import SIZES, WINDOW, random_model
 
 ROPE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 GQA = {**ROPE, "num_key_value_heads": 2}
@@ -98,7 +98,7 @@ def tiny(name: str, vocab: int = 64, seed: int = 0, **options: Any) -> PreTraine
     if model_type == "marian":
         ids["decoder_vocab_size"] = vocab
     config = AutoConfig.for_model(model_type, **{**ids, **deepcopy(common), **options})
-    return built(config, seed)
+    return random_model(config, seed)
 
 
 def never(*_: Any, **__: Any) -> Any:

@@ -20,14 +20,14 @@ from specdec.options.line_files import whole_lines
 class Journal:
     """Writes one line per row to the file `path`, in any order; resumes a run of the same `settings`.
 
-    The lines that are ahead of their turn are also kept in memory. Raises OptionError for a file that is no unfinished
-    run's, for other settings, and while another process writes it.
+    The lines that are ahead of their turn are also kept in memory. Raises OptionError for a file that no unfinished run
+    wrote, for other settings, and while another process writes it.
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any], *, overwrite: bool = False) -> None:
         self._path, self._journal_path = path, path.with_name(path.name + ".journal")
         self._pending: dict[int, bytes] = {}  # row -> its line, which is in the journal alone
-        self._file = _opened(path)
+        self._file = _open(path)
         try:
             _lock(self._file, path)
             if overwrite:
@@ -35,7 +35,7 @@ class Journal:
                 self._file.truncate(0)
             self._check(settings)
             self.next = sum(1 for _ in whole_lines(self._file))
-            self._journal = _opened(self._journal_path)
+            self._journal = _open(self._journal_path)
             lines = [*whole_lines(self._journal)]
             if not lines:
                 _write(self._journal, json.dumps(settings, sort_keys=True).encode() + b"\n")
@@ -86,7 +86,7 @@ class Journal:
         self._file.close()
 
     def _check(self, settings: Mapping[str, Any]) -> None:
-        """Raises an OptionError where the existing file is not of a run with these settings."""
+        """Raises OptionError if no unfinished run with these settings wrote the existing file."""
         ways_out = "take another name for OUT, or pass --overwrite to begin anew"
         if not self._journal_path.exists():
             if self._path.stat().st_size:
@@ -94,10 +94,10 @@ class Journal:
             return
         try:
             with self._journal_path.open("rb") as journal:
-                before, begun = json.loads(journal.readline()), bool(journal.readline())
+                before, has_rows = json.loads(journal.readline()), bool(journal.readline())
         except (OSError, ValueError) as error:
             raise OptionError(f"{self._journal_path} cannot be read ({error}): {ways_out}") from None
-        if not (begun or self._path.stat().st_size):  # as when its models could not be loaded
+        if not (has_rows or self._path.stat().st_size):  # as when its models could not be loaded
             self._journal_path.unlink()
             return
         now = json.loads(json.dumps(settings))
@@ -115,7 +115,7 @@ class Journal:
             self.next += 1
 
 
-def _opened(path: Path) -> BinaryIO:
+def _open(path: Path) -> BinaryIO:
     try:
         return path.open("ab+", buffering=0)  # type: ignore[return-value]
     except OSError as error:

@@ -34,8 +34,8 @@ class OpenAITask(Task):
         if request.seed is None:
             request = request.model_copy(update={"seed": seed % _NO_SEED})
         calls, thinking = self._model.calls(request), self._model.thinking(request)
-        how: dict[str, Any] = {"id": _id(seed), "created": 0, "calls": calls, "thinking": thinking}
-        answer = Answer(request, self._model.name, **how)
+        arguments: dict[str, Any] = {"id": _id(seed), "created": 0, "calls": calls, "thinking": thinking}
+        answer = Answer(request, self._model.name, **arguments)
         news = SimpleQueue[None]()
         for at, prompt in enumerate(request.prompts):
             for update in self._model.run(PromptRequest(request, prompt), partial(news.put, None)):
@@ -48,7 +48,7 @@ class OpenAITask(Task):
         return self._line(fields, seed, 200, body), answer.stats
 
     def failure(self, fields: Fields, error: Exception, seed: int) -> dict[str, Any]:
-        """The line of a refused or failed request; without fields, of the error alone."""
+        """The line of a refused or failed request; without fields, it has the error alone."""
         if not fields:
             facts = {"code": "invalid_request", "message": error_text(error)}
             return {"id": f"batch_req_{_id(seed)}", "custom_id": None, "response": None, "error": facts}

@@ -40,8 +40,8 @@ Stop = Callable[[], bool]
 class Progress:
     """The progress of a run: `done` of `total` rows are done, `before` of them by earlier runs.
 
-    `failures`: the first few of the `failed` rows, each its number (from 0) and reason. `new_tokens` and `seconds` are
-    of this run.
+    `failures`: the first few of the `failed` rows, each with its number (from 0) and reason. `new_tokens` and `seconds`
+    count this run alone.
     """
 
     total: int
@@ -81,8 +81,7 @@ def run_batch(
     """Answers every row of `source` that has no line in `out` yet; lines are in the order of rows.
 
     `at_once` rows share passes. `tell` is called after every row. Once `stop()` is true, no more rows start, and
-    another run may resume. Raises OptionError for an `out` that is not of this run, and the errors of loading the
-    models.
+    another run may resume. Raises OptionError for an `out` that another run wrote, and the errors of loading models.
     """
     journal = _journal(Path(out), source, spec, overwrite=overwrite)
     try:
@@ -92,7 +91,7 @@ def run_batch(
         tell(progress)
         if progress.done < progress.total:
             worker = load_worker(spec)
-            missing = _misplaced((row for row in source.read(spec.input) if row.number not in journal), spec)
+            missing = _warn_misplaced((row for row in source.read(spec.input) if row.number not in journal), spec)
             began = monotonic()
             for answer in _answers(worker, _by_length(missing, spec, _WINDOW * at_once), at_once, stop):
                 journal.add(answer.number, answer.data)
@@ -129,20 +128,20 @@ def _answers(worker: Worker, rows: Iterator[InputRow], at_once: int, stop: Stop)
                 break
             running.add(pool.submit(worker, row))
             if len(running) == 2 * at_once:  # no thread idles
-                done, running = wait(running, return_when=FIRST_COMPLETED)
-                yield from _lines(done)
+                futures, running = wait(running, return_when=FIRST_COMPLETED)
+                yield from _lines(futures)
         while running:
             if stop():
                 running = {future for future in running if not future.cancel()}
-            done, running = wait(running, return_when=FIRST_COMPLETED)
-            yield from _lines(done)
+            futures, running = wait(running, return_when=FIRST_COMPLETED)
+            yield from _lines(futures)
     finally:
         pool.shutdown(wait=False, cancel_futures=True)  # a second interrupt does not wait for rows
 
 
-def _lines(done: Iterable[Future[OutputLine]]) -> Iterator[OutputLine]:
+def _lines(futures: Iterable[Future[OutputLine]]) -> Iterator[OutputLine]:
     """The lines of finished rows; an error is raised after them."""
-    yield from (future.result() for future in sorted(done, key=lambda finished: finished.exception() is not None))
+    yield from (future.result() for future in sorted(futures, key=lambda future: future.exception() is not None))
 
 
 def _by_length(rows: Iterator[InputRow], spec: BatchSpec, window: int) -> Iterator[InputRow]:
@@ -162,16 +161,16 @@ def failure_of(line: bytes) -> str | None:
     return None if error is None else shorten(str(error), _LONGEST, placeholder=" …")
 
 
-def _misplaced(rows: Iterator[InputRow], spec: BatchSpec) -> Iterator[InputRow]:
+def _warn_misplaced(rows: Iterator[InputRow], spec: BatchSpec) -> Iterator[InputRow]:
     """The same rows; warns once per field that has an option's name but is data, or that an answer replaces."""
     place = "body" if spec.task == "openai" else "options"
     rest = f"sets no option, and is carried along: options of a row are read in its field `{place}`"
-    untold = {name: f"its field `{name}` {rest}" for name in {*Options.model_fields, *SYNONYMS} - {"n", spec.input}}
+    reasons = {name: f"its field `{name}` {rest}" for name in {*Options.model_fields, *SYNONYMS} - {"n", spec.input}}
     if spec.task != "openai":
-        untold |= {name: f"the answer replaces its field `{name}`: rename it" for name in _ANSWERS}
+        reasons |= {name: f"the answer replaces its field `{name}`: rename it" for name in _ANSWERS}
     for row in rows:
-        for name in sorted(row.fields.keys() & untold.keys()):
-            warnings.warn(f"row {row.number + 1}: {untold.pop(name)}", stacklevel=2)
+        for name in sorted(row.fields.keys() & reasons.keys()):
+            warnings.warn(f"row {row.number + 1}: {reasons.pop(name)}", stacklevel=2)
         yield row
 
 

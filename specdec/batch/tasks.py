@@ -29,9 +29,9 @@ INPUTS = {"generate": "prompt", "chat": "messages", "summarize": "text", "transc
 class BatchSpec:
     """What to do with every row.
 
-    `task`: one of `INPUTS`; `field`: the field to read, by default the task's; `options`: of every call; `loading`: of
-    `from_pretrained`; `more`: of the task; `folder`: the base of relative paths in rows; `row_stats`: lines have
-    statistics of passes and drafts.
+    `task`: one of `INPUTS`; `field`: the field to read, by default the task's; `options`: arguments of every call;
+    `loading`: arguments of `from_pretrained`; `more`: arguments of the task; `folder`: the base of relative paths in
+    rows; `row_stats`: lines have statistics of passes and drafts.
     """
 
     task: str
@@ -52,7 +52,7 @@ class BatchSpec:
         return self.field or INPUTS[self.task]
 
     def size(self, row: InputRow) -> int:
-        """The approximate length of a row; rows of similar lengths share passes well. 0: unknown, of a recording."""
+        """The approximate length of a row; rows of similar lengths share passes well. 0 for a recording."""
         return 0 if self.task == "transcribe" else len(str(row.fields.get(self.input)))
 
 
@@ -83,7 +83,7 @@ class GenerateTask(Task):
         if isinstance(ids, str):
             begin = to_list(self._generator.target.model.generation_config.bos_token_id)[:1]
             ids = ids_of(self._generator.tokenizer, ids, verbose=False) or begin
-        return answered(self._generator.generate([ids], **row_options(self._spec, fields, seed)), len(ids))
+        return answer_of(self._generator.generate([ids], **row_options(self._spec, fields, seed)), len(ids))
 
 
 class ChatTask(GenerateTask):
@@ -94,7 +94,7 @@ class ChatTask(GenerateTask):
         messages = [{"role": "user", "content": chat}] if isinstance(chat, str) else list(map(_message, chat))
         if (system := self._spec.more.get("system")) is not None:
             messages = [{"role": "system", "content": system}, *messages]
-        return answered(self._generator.generate(messages=messages, **row_options(self._spec, fields, seed)))
+        return answer_of(self._generator.generate(messages=messages, **row_options(self._spec, fields, seed)))
 
 
 class SummarizeTask(Task):
@@ -102,7 +102,7 @@ class SummarizeTask(Task):
 
     def __init__(self, spec: BatchSpec) -> None:
         self._summarizer = Summarizer(load_generator(spec, task=TASK), **spec.more)
-        self._spec = replace(spec, options=self._summarizer.limited(spec.options))
+        self._spec = replace(spec, options=self._summarizer.with_limit(spec.options))
 
     def answer(self, fields: Fields, seed: int) -> tuple[dict[str, Any], Stats]:
         text = read_field(fields, self._spec.input, str)
@@ -138,8 +138,8 @@ def error_text(error: Exception) -> str:
 
 
 def load_generator(spec: BatchSpec, **more: Any) -> SpecGenerator:
-    how = {"kv_budget": _KV_SHARE, "memory": memories.DEFAULT, **spec.loading, **more}
-    return SpecGenerator.from_pretrained(spec.target, spec.draft, **how)
+    arguments = {"kv_budget": _KV_SHARE, "memory": memories.DEFAULT, **spec.loading, **more}
+    return SpecGenerator.from_pretrained(spec.target, spec.draft, **arguments)
 
 
 def read_field(fields: Fields, name: str, *kinds: type) -> Any:
@@ -159,14 +159,14 @@ def row_options(spec: BatchSpec, fields: Fields, seed: int) -> dict[str, Any]:
     return {"seed": seed, **spec.options, **{name: value for name, value in overrides.items() if value is not None}}
 
 
-def answered(out: Generation, prompt_tokens: int | None = None) -> tuple[dict[str, Any], Stats]:
+def answer_of(out: Generation, prompt_tokens: int | None = None) -> tuple[dict[str, Any], Stats]:
     """The fields of a call's answer, and its statistics; `prompt_tokens` None: read from the result."""
     texts, stats, sequences = out.texts, out.stats, out.sequences
     assert texts is not None
     assert stats is not None
     assert sequences is not None
-    read = sequences.shape[1] - max(stats.lengths) if prompt_tokens is None else prompt_tokens
-    usage = {"prompt_tokens": read, "completion_tokens": sum(stats.lengths)}
+    num_prompt = sequences.shape[1] - max(stats.lengths) if prompt_tokens is None else prompt_tokens
+    usage = {"prompt_tokens": num_prompt, "completion_tokens": sum(stats.lengths)}
     return result(texts, stats.finish_reasons, usage), stats
 
 

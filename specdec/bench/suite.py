@@ -82,7 +82,7 @@ class Group:
         return " · ".join([self.target, self.mode.label, strategy, self.prompts.label, f"batch {self.batch}"])
 
 
-def _named(key: str) -> BeforeValidator:
+def _under(key: str) -> BeforeValidator:
     """Reads a bare string as the part with this key."""
     return BeforeValidator(lambda value: {key: value} if isinstance(value, str) else value)
 
@@ -114,9 +114,9 @@ class Suite(BaseModel):
     strategies: Annotated[list[str | dict[str, Any]], BeforeValidator(as_list), Field(min_length=1)] = ["greedy"]
     temperatures: Annotated[list[Annotated[float, Field(ge=0)]], BeforeValidator(as_list)] = []
     schedules: Annotated[
-        list[Annotated[Drafting, _named("schedule")]], BeforeValidator(_spread), Field(min_length=1)
+        list[Annotated[Drafting, _under("schedule")]], BeforeValidator(_spread), Field(min_length=1)
     ] = [Drafting(schedule="auto")]
-    prompts: Annotated[list[Annotated[PromptSet, _named("source")]], BeforeValidator(as_list), Field(min_length=1)] = [
+    prompts: Annotated[list[Annotated[PromptSet, _under("source")]], BeforeValidator(as_list), Field(min_length=1)] = [
         PromptSet(source="code")
     ]
     batches: Annotated[list[Count], BeforeValidator(as_list), Field(min_length=1)] = [1]

@@ -21,14 +21,13 @@ from specdec.models import packed_weights_unwritten
 from specdec.options import bundled_models
 from specdec.options.load import Loading
 
-_RUNS = 2  # of both sides of a duel
+_RUNS = 2  # runs of both sides of a duel
 
 
 class Systems:
     """A target, loaded by a mode, and the generators of its cells.
 
-    Each cell has its own generator, since a schedule learns costs. `models`: draft models that are loaded already, by
-    name.
+    Each cell has its own generator, since a schedule learns costs. `models`: loaded draft models, by name.
     """
 
     def __init__(self, target: str, mode: Mode, models: dict[str, Any] | None = None) -> None:
@@ -99,8 +98,8 @@ def measure(generator: SpecGenerator, call: Mapping[str, Any]) -> tuple[Generati
 def token_gaps(arrivals: Sequence[tuple[float, int]]) -> list[float]:
     """Seconds between the tokens of one row, from the (time, count) of its events.
 
-    Tokens of one event share the time since the last event. The first event counts only where it is the only one, as in
-    a search.
+    Tokens of one event share the time since the last event. The first event counts only if it is the only one, as in
+    searches.
     """
     if len(arrivals) == 1:
         (time, count), *_ = arrivals

@@ -28,11 +28,11 @@ from specdec.options.drafts import ALONE, read_draft
 from specdec.options.fields import COPYING
 from specdec.options.load import AUTO, NONE, is_gguf
 
-_TOKENS = 96  # of an answer, at most
+_TOKENS = 96  # the most tokens of an answer
 _FEW = 8  # tokens that say how fast an answer is
 _LARGE = 2**27  # bytes of weights: rounding smaller models gains little and hurts them more
 _ROUNDING = 1.5  # times as long as reading weights takes reading and rounding them
-_FASTER = 0.97  # of a time, at most: what is nearer is noise
+_FASTER = 0.97  # share of a time, at most: a smaller gain is noise
 _LATE = "not measured: too few tokens came in time; pass more --seconds"
 _QUESTION = "Why do people in cold countries put salt on roads, and when does it not help? Answer in a few sentences."
 _EDIT = """Rename `values` to `numbers` in this function, and write all of it:
@@ -189,7 +189,7 @@ def prompts_for(generator: SpecGenerator, source: str | None) -> list[tuple[str,
 
 
 def comparable(trials: Sequence[Trial]) -> list[Trial]:
-    """The trials with the prompts that all of them answered; only those of the first mode if there is no prompt."""
+    """The trials with the prompts that all of them answered; without one, the trials of the first mode alone."""
     prompts = set.intersection(*({*trial.answers} for trial in trials))
     if not prompts:
         return [trial for trial in trials if trial.mode == trials[0].mode]
@@ -203,9 +203,7 @@ def _cut(trial: Trial, prompts: Iterable[int]) -> Trial:
 
 
 def best(trials: Sequence[Trial]) -> Trial:
-    """The first of `comparable` trials that is as fast as the fastest, but for noise: the nearest text, and then the
-    simplest draft.
-    """
+    """The first trial that is as fast as the fastest, but for noise: the nearest text, and then the simplest draft."""
     fastest = min(trial.ms for trial in trials)
     return next(trial for trial in trials if _FASTER * trial.ms <= fastest)
 

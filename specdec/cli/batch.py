@@ -99,7 +99,7 @@ def read_task(params: Mapping[str, Any]) -> CommandRequest:
     if task == "transcribe":
         return read_speech({**params, "model": choose_model(params["model"], demo=False), "task": None})
     limit = None if task == "summarize" else DEFAULT_NEW_TOKENS
-    return read_request({**params, "target": params["model"]}, named="--model", new_tokens=limit, seed=0)
+    return read_request({**params, "target": params["model"]}, argument="--model", new_tokens=limit, seed=0)
 
 
 def make_spec(request: CommandRequest, rows: Source, params: Mapping[str, Any]) -> BatchSpec:

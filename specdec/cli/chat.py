@@ -84,7 +84,7 @@ def check_template(request: CommandRequest) -> None:
         from specdec.generator.tokenizers import tokenizer_beside
 
         how, _ = Loading.split({name: value for name, value in request.loading.items() if name != "draft_options"})
-        tokenizers = (tokenizer_beside(request.target, sees=sees, **how.beside) for sees in (False, True))
+        tokenizers = (tokenizer_beside(request.target, reads_media=media, **how.beside) for media in (False, True))
         if not any(getattr(tokenizer, "chat_template", None) for tokenizer in tokenizers):
             way_out = "name a chat model, or continue texts with specdec generate"
             raise OptionError(f"`TARGET` {request.target!r} has no chat template: {way_out}")

@@ -134,8 +134,8 @@ def _version(package: str) -> str | None:
 
 def _lacks(needed: Requirement) -> bool:
     """Whether a package is missing, or its version is outside the tested range."""
-    found = _version(needed.name)
-    return found is None or not needed.specifier.contains(found, prereleases=True)
+    release = _version(needed.name)
+    return release is None or not needed.specifier.contains(release, prereleases=True)
 
 
 def check_models(generator: SpecGenerator) -> Iterator[Finding]:

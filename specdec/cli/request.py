@@ -41,7 +41,7 @@ FLAGS = {
 # Options that name a draft, so that they replace --draft.
 DRAFT_OPTIONS = ("prompt_lookup_num_tokens", "assistant_early_exit")
 CALL_ONLY = (*DRAFT_OPTIONS, "max_matching_ngram_size")
-NAMED = ("target", "draft")
+MODELS = ("target", "draft")
 GENERATOR = (*LOADING, "prefix_cache", "memory")  # arguments of `from_pretrained`
 DRAFT_FLAGS = {f"draft_{name}": name for name in ("dtype", "quantization", "gguf_file", "revision")}
 
@@ -59,29 +59,29 @@ class CommandRequest:
 def read_request(
     params: Mapping[str, Any],
     *,
-    named: str = "TARGET",
+    argument: str = "TARGET",
     new_tokens: int | None = DEFAULT_NEW_TOKENS,
     seed: int | None = None,
 ) -> CommandRequest:
     """The request of flags over the file of --config; raises OptionError for unknown options and contradictions.
 
-    `params` may lack flags. `named` is the command's word for its target. Where nothing sets them, `new_tokens` is the
+    `params` may lack flags. `argument`: the command's word for its target. Where nothing sets them, `new_tokens` is the
     length limit, which None leaves to the model, and `seed` the seed of sampling, which None draws.
     """
     file = read_config_file(params.get("config"))
     target = params.get("target") or file.get("target")
     if not target:
-        raise OptionError(f"no target was named: pass {named}, or a --config file with a `target`")
+        raise OptionError(f"no target was named: pass {argument}, or a --config file with a `target`")
     if params.get("json_") and params.get("show_draft"):
         raise OptionError("--show-draft colors text on the screen and --json prints none: leave one of them out")
     if params.get("show_draft") and not params.get("stream"):
         raise OptionError("--show-draft colors text as it is generated: leave out --no-stream")
     loading = read_loading(params, file)
-    no_options = {*NAMED, *GENERATOR, "draft_options"}
+    no_options = {*MODELS, *GENERATOR, "draft_options"}
     options = read_options(params, {n: v for n, v in file.items() if n not in no_options}, new_tokens, seed)
     if params.get("show_draft") and options.get("num_return_sequences", 1) > 1:
         raise OptionError("--show-draft shows one text: leave out --num-return-sequences")
-    locate(target, "target", named)  # first, as an error about a draft of the same name would mislead
+    locate(target, "target", argument)  # first, as an error about a draft of the same name would mislead
     draft = choose_draft(params, file, target, options)
     if "draft_options" in loading and (draft is None or read_draft(draft).model is None):
         raise OptionError(f"options of loading a draft were given, and the draft {draft} is no model: leave them out")
@@ -91,7 +91,7 @@ def read_request(
 def read_config_file(path: Path | None) -> dict[str, Any]:
     """The keys of a --config file; none without a file."""
     file = {} if path is None else read_yaml(path)
-    for name in NAMED:
+    for name in MODELS:
         if not isinstance(file.get(name, ""), str):
             raise OptionError.of(name, f"text in {path}", file[name])
     return file

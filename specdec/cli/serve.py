@@ -114,7 +114,7 @@ def settings_keys(params: Mapping[str, Any]) -> dict[str, Any]:
 def model_keys(params: Mapping[str, Any]) -> dict[str, Any]:
     target = params["target"]
     options = {FLAGS[name]: value for name, value in passed(params, ("num_draft_tokens", "schedule")).items()}
-    budget = params["kv_budget"]
+    kv_budget = params["kv_budget"]
     keys: dict[str, Any] = {
         "name": params["name"] or plain_name(target),
         "target": target,
@@ -123,7 +123,7 @@ def model_keys(params: Mapping[str, Any]) -> dict[str, Any]:
         "options": options,
         **passed(params, ("context", "prefix_cache", "memory")),
     }
-    return keys if budget is None else {**keys, "kv_budget": budget if budget <= 1 else int(budget)}
+    return keys if kv_budget is None else {**keys, "kv_budget": kv_budget if kv_budget <= 1 else int(kv_budget)}
 
 
 def plain_name(target: str) -> str:

@@ -57,7 +57,7 @@ def summarize(
     if demo and files:
         raise OptionError("--demo has its own texts: leave out the files, or --demo")
     target = model or (ZOO if demo and config is None else None)
-    request = read_request({**ctx.params, "target": target}, named="--model", new_tokens=None)
+    request = read_request({**ctx.params, "target": target}, argument="--model", new_tokens=None)
     if not files and not demo:
         raise OptionError("no file was named: pass FILE, - to read stdin, or --demo for bundled texts")
     names = files_among(files or [], TEXTS)
@@ -66,7 +66,7 @@ def summarize(
     make_folder(output_dir)
     generator = load_with_spinner(request, task=TASK)
     summarizer = Summarizer(generator, template=template, chunk_tokens=chunk_tokens)
-    request = replace(request, options=summarizer.limited(request.options))
+    request = replace(request, options=summarizer.with_limit(request.options))
     options, code = {**request.options, "truncation": truncate}, OK if len(texts) >= len(names) else FAILED
     documents, counts, bar, all_names = list[dict[str, Any]](), list[Stats](), Bar(), list(texts)
     seeds = batch_seeds(generator.options(**request.options), len(texts)) or []

@@ -162,8 +162,8 @@ def transcribe_all(
     """
     batch_size = params["batch_size"]
 
-    def progress(done: float, known: float) -> None:
-        bar(done, known, f"{done:.0f} of {known:.0f} s of {part}")
+    def progress(done: float, total: float) -> None:
+        bar(done, total, f"{done:.0f} of {total:.0f} s of {part}")
 
     inputs = iter([sys.stdin.buffer if name == STDIN else name for name in recordings])
     how: dict[str, Any] = {"batch_size": batch_size, "progress": progress, "on_error": unreadable, "stop_when": stop}
@@ -229,7 +229,7 @@ def unreadable(source: Any, error: SpecdecError) -> None:
 
 
 def choose_model(model: str | None, *, demo: bool) -> str:
-    """The model that was named, or for the demo that of the package; else raises OptionError."""
+    """The model that was named, or for the demo the package's; else raises OptionError."""
     if model is None and not demo:
         raise OptionError(
             f"no model was named: pass --model, for example --model openai/whisper-base (the bundled {ZOO} knows 299 "
@@ -272,15 +272,15 @@ def read_speech(params: Mapping[str, Any]) -> CommandRequest:
     target = locate(model, "target", "--model")
     read_draft(draft, "--draft")
     same = ("num_draft_tokens", "schedule", "max_new_tokens", "seed", "language", "task", "chunk_length")
-    given = {SPEECH_FLAGS.get(name, name): value for name, value in passed(params, same).items()}
+    call = {SPEECH_FLAGS.get(name, name): value for name, value in passed(params, same).items()}
     if params.get("words") or params.get("max_words_per_line"):
-        given["return_timestamps"] = "word"
+        call["return_timestamps"] = "word"
     elif params.get("format", "text") != "text":
-        given["return_timestamps"] = True
+        call["return_timestamps"] = True
     if params.get("context"):
-        given["condition_on_prev_tokens"] = True
-    extra = read_assignments(params["set_"] or [], given)
-    options = {"seed": 0, **(FALLBACK if params.get("fallback") else {}), **given, **extra}
+        call["condition_on_prev_tokens"] = True
+    extra = read_assignments(params["set_"] or [], call)
+    options = {"seed": 0, **(FALLBACK if params.get("fallback") else {}), **call, **extra}
     return CommandRequest(target, draft, options, how)
 
 

@@ -295,9 +295,9 @@ class Draft(ABC):
 
     `models`: the language models that it runs. `guesses_trees`: it may propose several continuations of one text.
     `reads_predictions`: it copies from `seq.prediction`. `needs_encoder_inputs`: it reads `task.inputs` with an encoder
-    of its own. Calls that ask for what it does not do raise. `hidden_layers`: the layers of the target whose hidden
-    states it gets after every round (`Commit.hidden`), in this order; state i is the input of decoder layer i (0: the
-    embeddings), the last one the input of the output head.
+    of its own. A request for something that the draft does not do raises. `hidden_layers`: the layers of the target
+    whose hidden states it gets after every round (`Commit.hidden`), in this order; state i is the input of decoder
+    layer i (0: the embeddings), the last one the input of the output head.
 
     `is_cached`: its models have caches of their own, for which memory is set aside; False: they run over the target's.
 

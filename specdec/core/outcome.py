@@ -1,6 +1,4 @@
-"""What a round brings one sequence: the strategy's own steps, as far as the target's logits reach; and the results of
-rounds.
-"""
+"""What a round brings one sequence: the strategy's steps, as far as the target's logits reach; results of rounds."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from specdec.core.tree import EMPTY, Step, Tree, depths_of
 from specdec.core.work import READ_ALONG, Logits, Work
 
 NewLeaf = tuple[int, int]  # the node before it, and its token
-_MOST_HELD = 8  # times its own bytes that a view may keep in memory
+_MOST_TIMES = 8  # times the bytes of a view that it may keep in memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +45,8 @@ class SequenceRound:
 class Round:
     """One turn of the loop: each sequence's result, the nodes that the target computed, and the seconds.
 
-    Requests and schedules get rounds with their own `seqs`. Nodes and seconds cover all that shared the passes, and
-    schedules learn of these `others`. Under guidance, a node that two rows compute is one.
+    Requests and schedules get rounds with the `seqs` of the request. Nodes and seconds cover all sequences that shared
+    the passes, and schedules learn of these `others`. Under guidance, a node that two rows compute is one.
     """
 
     seqs: list[SequenceRound]
@@ -60,7 +58,7 @@ class Round:
     others: Sequence[SequenceRound] = ()
 
     def of(self, seqs: list[SequenceRound]) -> Round:
-        """The round with these sequences as its own, and the rest as others."""
+        """A copy with these `seqs`; all other sequences of the round are `others`."""
         ids = {seq.id for seq in seqs}
         return replace(self, seqs=seqs, others=[seq for seq in self.seqs if seq.id not in ids])
 
@@ -103,7 +101,7 @@ class Outcome:
         places = slice(rows[0], rows[-1] + 1) if is_run else rows  # a slice copies nothing
         assert self.out.hidden_states is not None
         parts = [self.out.hidden_states[layer][places] for layer in layers]
-        if parts[0].untyped_storage().nbytes() > _MOST_HELD * parts[0].nbytes:
+        if parts[0].untyped_storage().nbytes() > _MOST_TIMES * parts[0].nbytes:
             parts = [part.clone() for part in parts]  # a view would keep the whole pass in memory
         return Hidden(max(first, 0), work.num_cached, parts)
 

@@ -113,7 +113,7 @@ class RunningSequence:
 
     @property
     def texts(self) -> list[list[int]]:
-        """The new tokens of its texts, best first; of a search, those of the best `returned` hypotheses."""
+        """The new tokens of the sequence's texts; for a search, of the best `returned` hypotheses, best first."""
         if not self.is_search:
             return [self.tokens[self.prompt_length :]]
         return [list(hypothesis.tokens) for hypothesis in self.state.finished[: self.returned]]

@@ -44,10 +44,10 @@ def trace_of(out: Logits, path: Sequence[int]) -> Trace:
 
 
 def stacked(traces: list[Trace], void: list[bool]) -> Trace:
-    """One trace of all leaves, which have the same depth; zeros for those that are `void`."""
+    """One trace of all leaves, which have the same depth; zeros for leaves that are `void`."""
 
     def layer(leaves: tuple[Tensor, ...]) -> Tensor:
-        return torch.stack([torch.zeros_like(t) if gone else t for t, gone in zip(leaves, void, strict=True)])
+        return torch.stack([torch.zeros_like(t) if is_void else t for t, is_void in zip(leaves, void, strict=True)])
 
     parts = zip(*traces, strict=True)
     return Trace(*(None if p[0] is None else tuple(map(layer, zip(*p, strict=True))) for p in parts))
@@ -116,4 +116,4 @@ class Strategy(Protocol):
         """The state before the first token."""
 
     def advance(self, seq: SequenceView, state: Any, views: Sequence[View], steps: Sequence[Step]) -> Advance:
-        """The next step, from the target's output at every leaf; `steps` are those that this round has taken."""
+        """The next step, from the target's output at every leaf; `steps`: the steps that this round has taken."""

@@ -114,12 +114,12 @@ class Tree:
         return nodes[::-1]
 
 
-def common_length(one: Sequence[int], other: Sequence[int]) -> int:
+def common_length(text: Sequence[int], other: Sequence[int]) -> int:
     """The length of the longest common prefix of two texts, in tokens."""
-    least, most = 0, min(len(one), len(other))
+    least, most = 0, min(len(text), len(other))
     while least < most:  # binary search: comparing slices is fast
         middle = (least + most + 1) // 2
-        least, most = (middle, most) if one[least:middle] == other[least:middle] else (least, middle - 1)
+        least, most = (middle, most) if text[least:middle] == other[least:middle] else (least, middle - 1)
     return least
 
 

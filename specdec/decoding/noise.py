@@ -45,9 +45,9 @@ def fold(seed: int, index: int) -> int:
     return _mix64((_mix64((seed + 0x9E3779B97F4A7C15) & _MASK64) + (index + 1) * 0x9E3779B97F4A7C15) & _MASK64)
 
 
-def key(seed: int, stream: int, *where: int) -> int:
+def key(seed: int, stream: int, *indices: int) -> int:
     """The 64-bit address of one stream's draws at these indices, for example a position."""
-    return reduce(fold, where, fold(seed, stream))
+    return reduce(fold, indices, fold(seed, stream))
 
 
 def uniform(address: int) -> float:
@@ -57,14 +57,14 @@ def uniform(address: int) -> float:
 
 def _mix32(x: Tensor) -> Tensor:
     """Mixes the 32-bit numbers held in int64 `x`, in place."""
-    shifted = x >> 16  # one buffer for all: making them takes as long as filling them
-    x ^= shifted
+    buffer = x >> 16  # one buffer for all: making them takes as long as filling them
+    x ^= buffer
     x *= _FIRST
     x &= _MASK32
-    x ^= torch.bitwise_right_shift(x, 15, out=shifted)
+    x ^= torch.bitwise_right_shift(x, 15, out=buffer)
     x *= _SECOND
     x &= _MASK32
-    x ^= torch.bitwise_right_shift(x, 15, out=shifted)
+    x ^= torch.bitwise_right_shift(x, 15, out=buffer)
     return x
 
 
@@ -88,15 +88,15 @@ def gumbel(address: int, ids: Tensor) -> Tensor:
 
 
 def draw(logits: Tensor, address: int) -> int:
-    """A token from `softmax(logits)`, `logits` `[vocab]`: the Gumbel-max draw at `address`; raises as `checked`."""
+    """A token from `softmax(logits)`, `logits` `[vocab]`: the Gumbel-max draw at `address`; raises as `check_token`."""
     if kernels.available():
-        return checked(int(kernels.gumbel_draws(logits.detach().float()[None], [address])))
+        return check_token(int(kernels.gumbel_draws(logits.detach().float()[None], [address])))
     best, place = (gumbel(address, torch.arange(len(logits))) + logits).max(dim=-1)
-    return checked(_BROKEN if best.isnan() else EMPTY if best == -torch.inf else int(place))
+    return check_token(_BROKEN if best.isnan() else EMPTY if best == -torch.inf else int(place))
 
 
-def checked(token: int) -> int:
-    """A token that was chosen; raises OptionError where none is left, SpecdecError for NaN."""
+def check_token(token: int) -> int:
+    """The chosen `token`; raises OptionError if no token was left to choose, SpecdecError for NaN scores."""
     if token == EMPTY:
         raise OptionError(NONE_LEFT)
     if token == _BROKEN:

@@ -22,7 +22,7 @@ _CANDIDATES = 512
 _ACCEPTED = 0.7
 
 
-def generated(seq: SequenceView) -> int:
+def num_generated(seq: SequenceView) -> int:
     """How many tokens the sequence has generated so far."""
     return len(seq.tokens) - seq.prompt_length
 
@@ -38,12 +38,12 @@ def process(processors: Processors, seq: SequenceView, extra: Sequence[int], log
 
 def fit(logits: Tensor, width: int | None) -> Tensor:
     """`logits` `[..., vocab]`, cropped or padded with -inf to the target's `width`."""
-    have = logits.shape[-1]
-    if width is None or have == width:
+    size = logits.shape[-1]
+    if width is None or size == width:
         return logits
-    if have > width:
+    if size > width:
         return logits[..., :width]
-    return torch.nn.functional.pad(logits, (0, width - have), value=float("-inf"))
+    return torch.nn.functional.pad(logits, (0, width - size), value=float("-inf"))
 
 
 def first_best(values: Tensor) -> int:
@@ -51,7 +51,7 @@ def first_best(values: Tensor) -> int:
     return int(values.detach().float().numpy().argmax())
 
 
-def picked(scores: Tensor, address: int | None, *, confident: bool = True) -> tuple[int, float]:
+def pick_token(scores: Tensor, address: int | None, *, confident: bool = True) -> tuple[int, float]:
     """A token of `scores` `[vocab]` float32, and its probability: the draw at `address`, or the likeliest (the first).
 
     The probability is 1 unless `confident`, and NaN where the largest score is not finite.
@@ -82,42 +82,42 @@ def likeliest_children(scores: Tensor, ends: Sequence[Branch], budget: Budget) -
     return children
 
 
-def noisy(scores: Tensor, address: int) -> Tensor:
+def add_noise(scores: Tensor, address: int) -> Tensor:
     """`scores` `[ends, vocab]` plus the noise of the target's draw at `address`, as log-probabilities.
 
     Only each row's `_CANDIDATES` likeliest tokens are considered; a draft may approximate.
     """
-    likeliest, ids = scores.topk(min(_CANDIDATES, scores.shape[1]))
-    loud = likeliest + noise.gumbel(address, ids).to(likeliest.dtype)
-    return torch.full_like(scores, -torch.inf).scatter_(1, ids, torch.log_softmax(loud, dim=-1))
+    top, ids = scores.topk(min(_CANDIDATES, scores.shape[1]))
+    sums = top + noise.gumbel(address, ids).to(top.dtype)
+    return torch.full_like(scores, -torch.inf).scatter_(1, ids, torch.log_softmax(sums, dim=-1))
 
 
 def draw_children(scores: Tensor, ends: Sequence[Branch], budget: Budget, address: int) -> Level:
     """Children drawn without replacement (arXiv 2402.12374), from log-probabilities `[ends, vocab]`.
 
-    How many each end gets is decided before any is drawn, by the odds of its path and of an n-th child: dropping a
-    child because of its token would change the distribution of the text. Tokens drawn above may decide it: given these,
-    children of a node change neither the chance that the text goes through it nor what follows.
+    The number of children of each end is decided before any child is drawn, by the odds of the end's path and of an
+    n-th child: dropping a child because of its token would change the distribution of the text. The tokens of the path
+    may decide the number: a node's children change neither the chance that the text reaches the node nor what follows.
     """
     children = []
     for i, (end, share) in enumerate(zip(ends, _shares(ends, budget), strict=True)):
-        for order, (token, q) in enumerate(_drawn(scores[i], end, share, address)):
+        for order, (token, q) in enumerate(_draw_tokens(scores[i], end, share, address)):
             chance = _order_chance(order)
             child = Branch([*end.tokens, token], end.score + math.log(chance), chance, [*end.chances, chance], q)
             children.append((i, child))
     return sorted(children, key=lambda child: -child[1].score)
 
 
-def _drawn(scores: Tensor, end: Branch, share: int, address: int) -> list[tuple[int, Tensor]]:
+def _draw_tokens(scores: Tensor, end: Branch, share: int, address: int) -> list[tuple[int, Tensor]]:
     """Up to `share` tokens after `end`, each with the q `[vocab]` that it was drawn from, from `scores` `[vocab]`."""
-    remaining, drawn = scores, list[tuple[int, Tensor]]()
+    remaining, draws = scores, list[tuple[int, Tensor]]()
     for order in range(share):
         if not math.isfinite(float(remaining.max())):
             break
         token = noise.draw(remaining, noise.key(address, len(end.tokens), *end.tokens, order))
-        drawn.append((token, torch.softmax(remaining, dim=-1)))
+        draws.append((token, torch.softmax(remaining, dim=-1)))
         remaining = remaining.scatter(0, torch.tensor([token]), -torch.inf)
-    return drawn
+    return draws
 
 
 def _order_chance(order: int) -> float:
@@ -151,7 +151,7 @@ class GreedySampler:
         return None, 0
 
     def choice(self, seq: SequenceView) -> Choice | None:
-        """`pick` in numbers, after the sequence's text; None where it is a subclass's own, or a processor has none."""
+        """`pick` in numbers, after the sequence's text; None if a subclass overrides it, or a processor has none."""
         filters = self.processors.in_numbers(seq.tokens) if type(self).pick is GreedySampler.pick else None
         return None if filters is None else Choice(filters, *self.stream(seq))
 
@@ -161,7 +161,7 @@ class GreedySampler:
         scores = process(self.processors, seq, guesses, fit(logits, self.width))
         address, first = self.stream(seq)
         key = None if address is None else noise.fold(address, first + len(guesses))
-        token, prob = picked(scores, key, confident=confident)
+        token, prob = pick_token(scores, key, confident=confident)
         return token, prob, torch.softmax(scores, dim=-1) if self.needs_q and not math.isnan(prob) else None
 
     def likeliest(
@@ -176,15 +176,15 @@ class GreedySampler:
         return [(token, chance) for token, chance in pairs if chance > 0]  # processors forbid the others
 
     def expand(self, seq: SequenceView, ends: Sequence[Branch], logits: Tensor, budget: Budget) -> Level:
-        return likeliest_children(torch.log_softmax(self._processed(seq, ends, logits), dim=-1), ends, budget)
+        return likeliest_children(torch.log_softmax(self._process(seq, ends, logits), dim=-1), ends, budget)
 
-    def _processed(self, seq: SequenceView, ends: Sequence[Branch], logits: Tensor) -> Tensor:
+    def _process(self, seq: SequenceView, ends: Sequence[Branch], logits: Tensor) -> Tensor:
         """Processed draft `logits` `[ends, vocab]`, float32, as wide as the target's."""
         processors, logits = self.processors, fit(logits, self.width)
         if not processors.reads_ids:
             return processors(None, logits)
         texts = zip(ends, logits, strict=True)
-        return torch.stack([process(processors, seq, end.tokens, one) for end, one in texts])
+        return torch.stack([process(processors, seq, end.tokens, row) for end, row in texts])
 
 
 @dataclass(frozen=True)
@@ -194,23 +194,23 @@ class CoupledSampler(GreedySampler):
     seed: int = 0
 
     def stream(self, seq: SequenceView) -> tuple[int, int]:
-        return noise.key(self.seed, noise.COUPLED), generated(seq)
+        return noise.key(self.seed, noise.COUPLED), num_generated(seq)
 
     def expand(self, seq: SequenceView, ends: Sequence[Branch], logits: Tensor, budget: Budget) -> Level:
-        address = noise.key(self.seed, noise.COUPLED, generated(seq) + len(ends[0].tokens))
-        return likeliest_children(noisy(self._processed(seq, ends, logits), address), ends, budget)
+        address = noise.key(self.seed, noise.COUPLED, num_generated(seq) + len(ends[0].tokens))
+        return likeliest_children(add_noise(self._process(seq, ends, logits), address), ends, budget)
 
 
 @dataclass(frozen=True)
 class DrawnSampler(GreedySampler):
-    """Draws from q with a stream of its own, and returns q."""
+    """Draws from q with random numbers that nothing else uses, and returns q."""
 
     seed: int = 0
     needs_q: ClassVar[bool] = True
 
     def stream(self, seq: SequenceView) -> tuple[int, int]:
-        return noise.key(self.seed, noise.DRAFT, generated(seq)), 0
+        return noise.key(self.seed, noise.DRAFT, num_generated(seq)), 0
 
     def expand(self, seq: SequenceView, ends: Sequence[Branch], logits: Tensor, budget: Budget) -> Level:
         address, _ = self.stream(seq)
-        return draw_children(self._processed(seq, ends, logits), ends, budget, address)
+        return draw_children(self._process(seq, ends, logits), ends, budget, address)

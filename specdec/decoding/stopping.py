@@ -18,8 +18,8 @@ _REASONS = (
     (StopStringCriteria, "stop"),
     (MaxTimeCriteria, "time"),
 )
-_MOST_BYTES = 4  # of a character, each of which may be a token
-_SILENT = 8  # tokens without text that may stand between
+_MOST_BYTES = 4  # bytes of a character, each of which may be a token
+_SILENT = 8  # tokens without text that may stand within a stop string
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,9 @@ class Stopping:
     criterion.
 
     `criteria`: transformers' stopping criteria; each gets `ids` `[texts, length]` once per emitted token, in order. A
-    criterion's attribute `reason` is the finish reason. Without it, transformers' own kinds have those in `_REASONS`,
-    all others "criteria". `forced_ids`: end tokens that the length limit forces, where they are the last that fits:
-    there the reason is "length".
+    criterion's attribute `reason` is the finish reason. Without it, `_REASONS` has the reasons of transformers'
+    criteria, and other criteria have "criteria". `forced_ids`: end tokens that the length limit forces as the last
+    token; the reason is then "length".
     """
 
     eos_ids: frozenset[int] = frozenset()
@@ -39,23 +39,21 @@ class Stopping:
     forced_ids: frozenset[int] = frozenset()
 
     def __call__(self, seq: SequenceView, new: list[int], scores: tuple[Tensor, ...] | None = None) -> str | None:
-        """Why the sequence ends after the last token of `new`: "eos", "length", "stop", "time", "criteria", a
-        criterion's own reason, or None.
-        """
+        """Why the sequence ends after the last token of `new`: a reason as in `_REASONS` or a criterion's, or None."""
         ids = seq.prefix(new) if self.reads_ids else None
         return self.each(new[-1:], len(seq.tokens) + len(new), ids, scores)[0]
 
     @property
     def reads_ids(self) -> bool:
-        """Whether it needs the ids of the whole text."""
+        """Whether a criterion reads the ids of the whole text."""
         return bool(self.criteria)
 
     def each(self, tokens: Sequence[int], length: int, ids: Tensor | None, scores: Any = None) -> list[str | None]:
         """Why each of several texts of `length` ends after its last token, or None.
 
         `ids` `[texts, length]` may be None unless `reads_ids`. Every criterion is called, once for all texts, since it
-        may count its calls; the first that holds gives the reason. An end token precedes the criteria, these precede
-        the length.
+        may count its calls; the first criterion that holds gives the reason. An end token goes before criteria, and
+        criteria before the length.
         """
         reasons: list[str | None] = [None] * len(tokens)
         for criterion in self.criteria or ():
@@ -73,7 +71,7 @@ class Stopping:
 
 
 class StopTexts:
-    """A stopping criterion: one of `stops` is in the text after the prompt, whose tokens `prompt` counts.
+    """A stopping criterion: one of `stops` is in the text after the prompt; `prompt(ids)` is the prompt's length.
 
     It decodes only the end of the text. transformers' own criterion reads the whole vocabulary for every call, and a
     stop string may begin in the prompt there.

@@ -125,18 +125,18 @@ class OpenDrafts:
         proposals: dict[int, Tree] = {}
         for seq, budget in budgets.items():
             proposals |= self._forced(opened, seq, budget)
-        asked = {seq: budget for seq, budget in budgets.items() if seq.id not in proposals}
-        ids = opened.proposer.begin_round([*asked], [*asked.values()])
-        if not isinstance(ids, Collection) or not {seq.id for seq in asked}.issuperset(ids):
+        rest = {seq: budget for seq, budget in budgets.items() if seq.id not in proposals}
+        ids = opened.proposer.begin_round([*rest], [*rest.values()])
+        if not isinstance(ids, Collection) or not {seq.id for seq in rest}.issuperset(ids):
             kind = type(opened.proposer).__name__
             raise DraftError(f"`{kind}.begin_round` must return ids of the sequences that it got, got {ids!r}")
-        if readers := [seq for seq in asked if seq.id in ids]:
+        if readers := [seq for seq in rest if seq.id in ids]:
             waiting = {*ids} - catch_up(opened, readers)
             proposals |= dict.fromkeys(waiting, EMPTY)
-            asked = {seq: budget for seq, budget in asked.items() if seq.id not in waiting}
-        if asked:
-            reading = [seq for seq in readers if seq in asked]
-            proposals |= self._count(opened, reading, lambda: self._ask(opened.proposer, asked))
+            rest = {seq: budget for seq, budget in rest.items() if seq.id not in waiting}
+        if rest:
+            reading = [seq for seq in readers if seq in rest]
+            proposals |= self._count(opened, reading, lambda: self._ask(opened.proposer, rest))
         return proposals
 
     def read(self, opened: OpenDraft, seqs: Sequence[RunningSequence], most: int) -> None:
@@ -163,7 +163,7 @@ class OpenDrafts:
 
         def guess(tail: list[int]) -> tuple[list[int], list[float]]:
             answers = (forced(seq.tokens + tail) for forced in seq.task.forced)
-            chains = [token_ids(one, seq.remaining, vocab, "`forced` of a processor") for one in answers]
+            chains = [token_ids(answer, seq.remaining, vocab, "`forced` of a processor") for answer in answers]
             tokens = known_tokens(max(chains, key=len), vocab, seq.task.ends)
             if len(tokens) < (1 if opened.draft.instant else _ENOUGH):
                 return [], []

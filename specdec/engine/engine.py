@@ -3,7 +3,7 @@
 In a round, the draft proposes nodes for each sequence, the target computes logits for all of them in one pass, each
 sequence's strategy takes its ordinary steps as far as these logits reach, and the results are committed. So the draft
 only decides which logits are computed early. The sequences of all requests share the rounds; prompts are read between
-them, in passes of their own.
+them, in separate passes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from specdec.core.outcome import Outcome, Round, SequenceRound, accept
 from specdec.core.sequence import RunningSequence
 from specdec.core.tree import EMPTY, Tree
 from specdec.engine.drafts import Guarded, OpenDrafts, grouped
-from specdec.engine.memory import MemoryBudget
+from specdec.engine.memory import MemoryLimit
 from specdec.engine.prefix_cache import PrefixCache
 from specdec.engine.request import Request
 from specdec.engine.scheduler import Parts, Scheduler
@@ -39,7 +39,7 @@ class Engine:
         self, model: LanguageModel, *, kv_budget: int | float | None = None, prefix_cache: PrefixCache | None = None
     ) -> None:
         self.model = model
-        self.memory = None if kv_budget is None else MemoryBudget(kv_budget, model)
+        self.memory = None if kv_budget is None else MemoryLimit(kv_budget, model)
         self.waiting: deque[Request] = deque()
         self._last_id = 0
         self._begin(prefix_cache)
@@ -210,7 +210,7 @@ class Engine:
             self.scheduler.add(request)
         self._end_failed()
 
-    def _make_room(self, memory: MemoryBudget) -> None:
+    def _make_room(self, memory: MemoryLimit) -> None:
         """Bounds the caches of target and drafts, and shrinks the prefix cache to the memory that is left."""
         admitted = list(dict.fromkeys(self._requests.values()))
         ample = memory.ample(admitted)
@@ -218,7 +218,7 @@ class Engine:
         for opened in self.drafts.open.values():
             opened.proposer.bound(*ample)
         prefix_cache = self.scheduler.prefix_cache
-        prefix_cache.room = memory.limit - max(memory.bytes(admitted), memory.kept_bytes)
+        prefix_cache.room = memory.limit - max(memory.bytes(admitted), memory.buffer_bytes)
         prefix_cache.shrink()
 
     def _prefill(self) -> None:
@@ -231,10 +231,10 @@ class Engine:
 
     def _release(self, seqs: Sequence[RunningSequence]) -> None:
         """Removes sequences with their keys and values; a request without sequences is done."""
-        gone = [seq for seq in seqs if seq.id in self._requests]
-        self.scheduler.remove(gone)
-        self.drafts.release(gone)
-        requests = {self._requests.pop(seq.id) for seq in gone}
+        present = [seq for seq in seqs if seq.id in self._requests]
+        self.scheduler.remove(present)
+        self.drafts.release(present)
+        requests = {self._requests.pop(seq.id) for seq in present}
         self.running = [seq for seq in self.running if seq.id in self._requests]
         for request in requests:
             if all(seq.id not in self._requests for seq in request.seqs):

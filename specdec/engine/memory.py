@@ -9,7 +9,7 @@ from specdec.errors import OptionError
 from specdec.models import LanguageModel, free_bytes
 
 
-class MemoryBudget:
+class MemoryLimit:
     """A limit on the keys and values of all running sequences, target and drafts together.
 
     `kv_budget`: bytes (int), or a share of the memory that is free at the first request (float). A request counts as if
@@ -24,7 +24,7 @@ class MemoryBudget:
             )
         self.kv_budget, self._model = kv_budget, model
         self._ample = (0, 0)  # rows and columns that buffers may keep allocated
-        self.kept_bytes = 0  # their bytes
+        self.buffer_bytes = 0  # their bytes
 
     @property
     def limit(self) -> int:
@@ -65,7 +65,7 @@ class MemoryBudget:
         width = self._model.kv_bytes + sum(model.kv_bytes for model in models.values())
         fits = 2 * ample[0] * ample[1] * width <= self.limit
         self._ample = ample if fits else (rows, columns)
-        self.kept_bytes = self._ample[0] * self._ample[1] * width
+        self.buffer_bytes = self._ample[0] * self._ample[1] * width
         return self._ample
 
     def bytes(self, requests: Sequence[Request]) -> int:
@@ -81,5 +81,5 @@ class MemoryBudget:
 
 
 def _cached(request: Request) -> Sequence[LanguageModel]:
-    """The models of a request's draft that have caches of their own."""
+    """The models of a request's draft that keep keys and values in a cache."""
     return () if request.draft is None or not request.draft.is_cached else request.draft.models

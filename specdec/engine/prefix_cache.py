@@ -28,8 +28,7 @@ target's."""
 class PrefixIndex(Generic[Owner]):
     """Owners of texts, one text each, in the order of the texts: a prompt's place is beside the text most like it.
 
-    So a look-up is a binary search. Texts are bytes, which compare fast. Texts of different keys have nothing in
-    common.
+    A look-up is a binary search. Texts are bytes, which compare fast. Texts of different keys share nothing.
     """
 
     def __init__(self) -> None:
@@ -108,11 +107,11 @@ class SharedTexts:
         """The sequence whose read text begins most like `ids`, and how many tokens they share, later ones included."""
         other, length = self._read.find(self._keys[seq], ids)
         if other is not None:
-            length += common_length(ids[length:], other.text_ids[length:])  # what it has written since
+            length += common_length(ids[length:], other.text_ids[length:])  # what the other has written since
         return other, length
 
     def being_read(self, seq: RunningSequence, ids: Sequence[int]) -> tuple[RunningSequence | None, int]:
-        """The same of texts that are being read."""
+        """`read_by_others` for texts that are being read."""
         return self._reading.find(self._keys[seq], ids)
 
 

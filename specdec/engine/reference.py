@@ -52,7 +52,7 @@ def accept(
     choose: Callable[[Tensor, list[int]], int],
     ends: Collection[int],
 ) -> list[int]:
-    """The strategy's own tokens, for as long as the proposal guessed them, and one more."""
+    """What `choose` takes from `logits` `[nodes, vocab]`: tokens that the proposal guessed, and one more."""
     new: list[int] = []
     for row, guess in zip_longest(logits, proposal):
         new.append(choose(row, tokens + new))

@@ -32,7 +32,7 @@ class Request:
     `output_attentions` keep them of all layers, `last_hidden` the last layer's hidden states; prompts are then read in
     one pass. `frames`: positions of the encoder's output, 0 without one.
 
-    `rounds`: those that the caller has not taken yet. `first_token`: when it came, by `perf_counter`; 0 before.
+    `rounds`: the rounds that the caller has not taken yet. `first_token`: when it came, by `perf_counter`; 0 before.
     `error`: what ended the request early. `done`: nothing more will come. `passes` counts target passes in which any of
     its sequences took part.
     """

@@ -1,8 +1,8 @@
 """Who reads how much of which text in the next pass, of the target and of drafts, and what is kept when a text leaves.
 
-A text is read once. One that begins like the text of another sequence, or of one that has left, continues from a copy
-of its keys and values; while another sequence is reading what both have in common, it waits. So does a draft that runs
-a model, in its own cache. Copies of a prompt within one request do so for every model, however short the prompt is.
+A text is read once. A text that begins like another sequence's, running or not, continues from a copy of that
+sequence's keys and values; while the other sequence is reading the common part, it waits. Drafts that run a model share
+texts likewise, in their caches. Copies of a prompt within one request are shared by every model, also short ones.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class Scheduler:
         return seq.pictures is not None and not self.session.length(seq.cache_row)
 
     def update(self, seqs: Sequence[RunningSequence]) -> list[RunningSequence]:
-        """Lets others continue what these sequences have read of their prompts; returns those that are prefilled."""
+        """Lets others continue what these sequences have read of their prompts; returns the prefilled ones."""
         for seq in seqs:
             if seq.cache_row is not None:
                 self._texts.hold(seq, seq.text_ids[: self.session.length(seq.cache_row)], done=seq.prefilled)
@@ -183,14 +183,14 @@ class Scheduler:
             self._continued[seq] = self._resumed(opened, seq, seq.tokens[:-1])
 
     def _resumed(self, opened: OpenDraft, seq: RunningSequence, ids: Sequence[int]) -> int:
-        """How many of `ids` a draft has copied of what it read of texts that have left."""
+        """How many of `ids` a draft has copied from saved states of texts that have left."""
         saved, length = self.prefix_cache.find(self.prefix_cache.key_of(opened.draft, seq.context), ids)
         return 0 if saved is None else _forked(opened, seq, saved, length)
 
     def catch_up(self, opened: OpenDraft, seqs: Sequence[RunningSequence]) -> set[int]:
         """Reads a chunk of the texts that a draft lacks; returns the ids of sequences for which it can guess.
 
-        While it can guess for some, the texts of others get passes of their own, with small chunks.
+        While the draft can guess for some sequences, it reads the other texts in separate passes, with small chunks.
         """
         proposer, texts = opened.proposer, opened.texts
         leaders = self._begin(opened, seqs)
@@ -241,10 +241,10 @@ class Scheduler:
                 opened.texts.drop(seq)
         leaving = {*seqs}
         self.prefilling = [seq for seq in self.prefilling if seq not in leaving]
-        gone = [row_seq for seq in seqs for row_seq in seq.batch_seqs]
-        if rows := [row_seq.cache_row for row_seq in gone if row_seq.cache_row is not None]:
+        row_seqs = [row_seq for seq in seqs for row_seq in seq.batch_seqs]
+        if rows := [row_seq.cache_row for row_seq in row_seqs if row_seq.cache_row is not None]:
             self.session.remove(rows)
-        for row_seq in gone:
+        for row_seq in row_seqs:
             row_seq.cache_row = None
             self._texts.drop(row_seq)
             self._keys.pop(row_seq, None)

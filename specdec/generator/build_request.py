@@ -26,7 +26,7 @@ from specdec.decoding.stopping import Stopping, StopTexts
 from specdec.decoding.strategies import StrategySetup, make_strategy
 from specdec.engine.request import Pacing, Request
 from specdec.errors import OptionError, UnsupportedError
-from specdec.generator import kept_costs
+from specdec.generator import cost_files
 from specdec.generator.checks import check_call
 from specdec.generator.inputs.prompts import Prompts, RowPrompt, pad_id
 from specdec.generator.tokenizers import decode
@@ -83,11 +83,11 @@ class ScheduledDraft:
     target: LanguageModel
     draft: Draft | None
     _pacings: dict[Hashable, Pacing] = field(default_factory=dict)
-    _last: kept_costs.LastPacings = field(default_factory=dict)  # by family and backends
+    _last: cost_files.LastPacings = field(default_factory=dict)  # by family and backends
     _lock: Any = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
-        self.save_learned = partial(kept_costs.write_costs, self._last, kept_costs.odds_of(self.draft))
+        self.save_learned = partial(cost_files.write_costs, self._last, cost_files.odds_of(self.draft))
         weakref.finalize(self, self.save_learned)
 
     @property
@@ -108,10 +108,10 @@ class ScheduledDraft:
         key = (kind, family, options.num_assistant_tokens)
         with self._lock:
             pacing, last = self._pacings.get(key), self._last.get(family)
-            file = kept_costs.place(self.target, self.draft, options.family) if last is None else last[0]
+            file = cost_files.place(self.target, self.draft, options.family) if last is None else last[0]
             if pacing is None or not pacing.users:
-                odds = kept_costs.odds_of(self.draft)
-                learned = kept_costs.read_costs(file, odds) if last is None else last[1].schedule
+                odds = cost_files.odds_of(self.draft)
+                learned = cost_files.read_costs(file, odds) if last is None else last[1].schedule
                 schedule = make_schedule(options, learned=learned, **how)
                 pacing = self._pacings.setdefault(key, Pacing(schedule))
                 pacing.schedule = schedule

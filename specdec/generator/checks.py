@@ -29,15 +29,15 @@ _DRAFTING = (*_BRANCHING, "num_assistant_tokens", "num_assistant_tokens_schedule
 
 
 def check_draft(
-    draft: Draft | None, options: Options, arguments: Mapping[str, Any], prediction: Any, *, named: bool
+    draft: Draft | None, options: Options, arguments: Mapping[str, Any], prediction: Any, *, in_call: bool
 ) -> None:
-    """Raises OptionError for options that the draft cannot serve; `named`: the call named the draft.
+    """Raises OptionError for options that the draft cannot serve; `in_call`: the call named the draft.
 
     `arguments` are the options that the call itself sets. Without a draft, options of drafting are a warning.
     """
     if draft is None and (idle := [name for name in _DRAFTING if name in arguments]):
         warn_of_idle(f"`{idle[0]}` sets how much to draft, and the call has no draft: name one")
-    if draft is not None and not draft.guesses_trees and (not named or any(name in arguments for name in _BRANCHING)):
+    if draft is not None and not draft.guesses_trees and (not in_call or any(name in arguments for name in _BRANCHING)):
         _check_branches(draft, options)
     if prediction is not None and (draft is None or not draft.reads_predictions):
         raise OptionError(

@@ -22,7 +22,7 @@ from specdec.errors import DraftError, OptionError, UnsupportedError, Vocabulary
 from specdec.generator.build_request import ScheduledDraft
 from specdec.generator.inputs.prompts import FEATURES
 from specdec.generator.tokenizers import check_split_rule, check_tokenizer, tokenizer_beside
-from specdec.models import LanguageModel, load_model, may_draft, place_tokens, sees_alike, unwrapped
+from specdec.models import LanguageModel, load_model, may_draft, place_tokens, reads_media_alike, unwrapped
 from specdec.models.hf.derived import on_encoder_of
 from specdec.models.hf.load_errors import check_folder
 from specdec.models.loading.lighten import lightened
@@ -212,14 +212,15 @@ class Drafts:
         translates = assistant_tokenizer is not None and (
             _vocabulary(tokenizer, "tokenizer") != _vocabulary(assistant_tokenizer, "assistant_tokenizer")
         )
-        sees = sees_alike(model, target) and not translates
-        result: Draft = ModelDraft(model, shared_encoder=shared, sees=sees)
+        media = reads_media_alike(model, target) and not translates
+        result: Draft = ModelDraft(model, shared_encoder=shared, reads_media=media)
         if assistant_tokenizer is None:
             _check_widths(model, target, tokenizer)
         elif translates:
             _log.warning("the draft has another tokenizer than the target: guesses travel as text, which costs time")
             result = TextBridge(result, tokenizer, assistant_tokenizer)
-        return TextAloneDraft(result, place_tokens(target.model.config)) if target.sees and not sees else result
+        is_blind = target.reads_media and not media
+        return TextAloneDraft(result, place_tokens(target.model.config)) if is_blind else result
 
     def _with_copies(self, draft: Draft) -> Draft:
         """The draft of a model, beside a text draft where its passes are dear, or the memory has files.
@@ -265,7 +266,7 @@ def copying_beside(draft: Draft | None) -> Draft:
     return draft if draft.reads_predictions else HybridDraft(SuffixDraft(), draft)
 
 
-def named_drafts(arguments: Mapping[str, Any], config: Any) -> dict[str, Any]:
+def draft_arguments(arguments: Mapping[str, Any], config: Any) -> dict[str, Any]:
     """The arguments of `ALIASES` in a call or else its generation config.
 
     Warns of a call's details without the argument that they belong to.

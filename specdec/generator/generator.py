@@ -23,7 +23,7 @@ from specdec.errors import OptionError
 from specdec.generator.build_request import Call, Extras, ScheduledDraft, methods
 from specdec.generator.checks import check_draft
 from specdec.generator.drafts_by_name import NAMES as DRAFT_NAMES
-from specdec.generator.drafts_by_name import Drafts, loaded, named_drafts
+from specdec.generator.drafts_by_name import Drafts, draft_arguments, loaded
 from specdec.generator.generation import Event, Generation
 from specdec.generator.inputs.pictures import split_processor
 from specdec.generator.inputs.prompts import NAMES as MODEL_INPUTS
@@ -31,7 +31,7 @@ from specdec.generator.inputs.prompts import Prompt, Prompts, beside_inputs, rea
 from specdec.generator.job import Job
 from specdec.generator.memories import MemoryWish
 from specdec.generator.tokenizers import Detokenizer, check_split_rule, check_tokenizer, tokenizer_beside
-from specdec.models import LanguageModel, load_model, needs_eyes, plain_modes
+from specdec.models import LanguageModel, load_model, needs_media_modules, plain_modes
 from specdec.options.fields import pop_fields
 from specdec.options.generate import Form, Options, to_list
 from specdec.options.load import Loading
@@ -91,15 +91,15 @@ class SpecGenerator:
         self._defaults, self._task, wish = check_defaults(options), task, MemoryWish.read(memory)
         self._prefixes, self._promised = _prefixes(prefix_cache), prefix_cache is not None
         reader = check_split_rule(target, how) if tokenizer is None else None
-        is_named = isinstance(target, str | PathLike)
-        model = target if is_named else load_model(target, how, name="target")
+        is_name = isinstance(target, str | PathLike)
+        model = target if is_name else load_model(target, how, name="target")
         unloaded, draft = draft, loaded(draft, how.of_draft(draft_options))
         if draft_options and draft is unloaded:
             raise OptionError("`draft_options` load a draft model, and `draft` names none: leave them out")
         passes = Loading(backend=how.backend, exactness=how.exactness)  # some weights leave no choice of a backend
         self.target = load_model(load_model(model, how, name="target"), passes, name="target")
-        if tokenizer is None and is_named:  # after the model, whose error gives the reason
-            tokenizer = tokenizer_beside(str(target), sees=self.target.sees, reader=reader, **how.beside)
+        if tokenizer is None and is_name:  # after the model, whose error gives the reason
+            tokenizer = tokenizer_beside(str(target), reads_media=self.target.reads_media, reader=reader, **how.beside)
         self.tokenizer, self.processor = split_processor(tokenizer)
         self.memory, self.grammars = wish.make(self.tokenizer), Grammars(self.target.vocab_size)
         self._drafts = Drafts(self.target, backend=how.backend, memory=self.memory)
@@ -228,9 +228,9 @@ class SpecGenerator:
                 check_tokenizer("tokenizer", objects["tokenizer"])
                 tokenizer = split_processor(objects["tokenizer"])[0]
             extras = Extras(**{**objects, "tokenizer": tokenizer})
-            names = named_drafts(drafts, config) if drafts or config is not None else {}
+            names = draft_arguments(drafts, config) if drafts or config is not None else {}
             scheduled = self._drafts.of_call(names, tokenizer) if names else self._scheduled
-            check_draft(scheduled.draft, options, fields, extras.prediction, named=bool(names))
+            check_draft(scheduled.draft, options, fields, extras.prediction, in_call=bool(names))
             forces = options.form or any(methods(extras.logits_processor, "forced"))
             if forces and not names and not (options.needs_q or options.penalty_alpha or options.output_attentions):
                 scheduled = self._form_draft
@@ -280,9 +280,9 @@ class SpecGenerator:
             self.processor,
             fetch=extras.fetch_pictures,
         )
-        if any(row.pictures is not None and needs_eyes(row.pictures) for row in prompts.rows):
+        if any(row.pictures is not None and needs_media_modules(row.pictures) for row in prompts.rows):
             for model in draft_models:
-                if model.sees:
+                if model.reads_media:
                     model.load_media_modules()
         if extras.prediction is not None:
             prompts = with_predictions(prompts, extras.prediction, self.target, extras.tokenizer)

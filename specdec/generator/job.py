@@ -76,8 +76,7 @@ class Job:
         """Runs the call and returns its result; with `stream` yields the deltas of each round, which wait to be read.
 
         Without it, and for beams and ranked samples, whose texts are chosen at the end, yields one delta per row then.
-        Raises the error that ended the call early: CancelledError after `cancel`. Closing the iterator cancels the
-        call.
+        Raises the error that ended the call early: CancelledError after `cancel`. Closing the iterator cancels it.
         """
         if self._result is not None:
             return self._result

@@ -56,7 +56,7 @@ def ids_of(tokenizer: Any, text: str, **how: Any) -> list[int]:
 def tokenizer_beside(
     source: str,
     *,
-    sees: bool = False,
+    reads_media: bool = False,
     gguf_file: str | PathLike[str] | None = None,
     reader: GgufReader | None = None,
     **options: Any,
@@ -64,13 +64,13 @@ def tokenizer_beside(
     """The tokenizer in the folder or hub repository of a model, or of a `zoo:` pair; None where none exists.
 
     For a GGUF file without a tokenizer beside it: the tokenizer in the file, which `reader` may have open. For a model
-    that `sees`: its processor, if the processor works here. Without any of the `FILES` there is no tokenizer, although
-    some classes would make an empty one. A tokenizer that cannot be read is a warning, and None: the model still takes
+    that `reads_media`: the processor, if it works here. Without any of the `FILES` there is no tokenizer, although some
+    classes would make an empty one. A tokenizer that cannot be read is a warning, and None: the model still takes
     ids. Raises UnsupportedError for a GGUF file whose rule for splitting texts is not known.
     """
     folder, file_name = split_gguf(bundled_models.locate(source, "target"))  # a pair has one tokenizer
     file = file_name or gguf_file
-    if sees:
+    if reads_media:
         with suppress(Exception):  # a processor may lack something here, and the tokenizer remains
             processor = AutoProcessor.from_pretrained(folder, **options)
             if hasattr(processor, "image_processor"):
@@ -210,9 +210,9 @@ class Detokenizer:
                 self._ids += ids
                 self._settle(len(self._ids))
                 return text
-        return "".join(map(self._read_one, ids))
+        return "".join(map(self._read_token, ids))
 
-    def _read_one(self, token: int) -> str:
+    def _read_token(self, token: int) -> str:
         self._ids.append(token)
         data, before = self._bytes.get(token), self._begun
         if data is not None:

@@ -1,7 +1,7 @@
 """specdec as the decoding method of transformers' `model.generate`.
 
-transformers gives such a method prepared inputs, but drops the streamer, the assistant and whether a cache came from
-the caller (`GenerationMixin._extract_generation_mode_kwargs`). They are read from the running call's frame.
+transformers gives a decoding method prepared inputs, but drops the streamer, the assistant and whether a cache came
+from the caller (`GenerationMixin._extract_generation_mode_kwargs`). They are read from the running call's frame.
 """
 
 from __future__ import annotations
@@ -71,12 +71,12 @@ def custom_generate(
 
 
 class CustomGenerate:
-    """A decoding method; `stats` tell of the last finished call."""
+    """A decoding method; `stats`: the statistics of the last finished call."""
 
     def __init__(self, draft: Any, options: Mapping[str, Any]) -> None:
         self._draft, self._options = draft, dict(options)
         self._lock = threading.Lock()
-        self._cached: tuple[PreTrainedModel, SpecGenerator] | None = None
+        self._pair: tuple[PreTrainedModel, SpecGenerator] | None = None
         self.stats: Stats | None = None
 
     def __repr__(self) -> str:
@@ -112,18 +112,18 @@ class CustomGenerate:
         encoder = bool(model.config.is_encoder_decoder)
         beams = generation_config.num_beams or 1
         copies = max(beams, generation_config.num_return_sequences or 1)
-        rows = {name: _first(value, copies) for name, value in model_kwargs.items()}
+        rows = {name: _first_rows(value, copies) for name, value in model_kwargs.items()}
         ids = input_ids[::copies]
         prompts = _encoder_inputs(model, ids, rows, inputs_tensor) if encoder else _decoder_inputs(ids, rows)
-        if not encoder:  # as given, as transformers repeats pictures for beams in several ways
+        if not encoder:  # unchanged, as transformers repeats pictures for beams in several ways
             prompts |= {name: value for name, value in arguments["kwargs"].items() if name in PICTURES}
-        config = _settled(generation_config, input_ids.shape[1], stopping_criteria.max_length)
+        config = _call_config(generation_config, input_ids.shape[1], stopping_criteria.max_length)
         criteria, processors, streamer = (arguments[n] for n in ("stopping_criteria", "logits_processor", "streamer"))
         detectors = [entry for entry in processors if isinstance(entry, WhisperNoSpeechDetection)]
         wants_logits, config.output_logits = config.output_logits, bool(config.output_logits or detectors)
         out = generator.generate(
             **prompts,
-            **_unsupported(generation_config, model.generation_config),
+            **_idle_fields(generation_config, model.generation_config),
             generation_config=config,
             logits_processor=[entry for entry in processors if entry not in detectors],
             stopping_criteria=[entry for entry in criteria if type(entry) is not MaxLengthCriteria],
@@ -140,20 +140,20 @@ class CustomGenerate:
         out.sequences = out.sequences.to(input_ids.device)
         if not generation_config.return_dict_in_generate:
             return out.sequences
-        side, way = "EncoderDecoder" if encoder else "DecoderOnly", "Beam" if beams > 1 else ""
-        kind = getattr(utils, f"Generate{way}{side}Output")
+        side, beam_word = "EncoderDecoder" if encoder else "DecoderOnly", "Beam" if beams > 1 else ""
+        kind = getattr(utils, f"Generate{beam_word}{side}Output")
         return kind(**{name: value for name, value in out.items() if name in kind.__dataclass_fields__})
 
     def _generator(self, model: PreTrainedModel) -> SpecGenerator:
         """The model's generator; a new one if the model or its weights changed."""
         with self._lock:
-            if self._cached is None or self._cached[0] is not model or self._cached[1].target.changes():
-                self._cached = None  # frees it before the next one is made
-                self._cached = (model, _Following(model, self._draft, **self._options))
-            return self._cached[1]
+            if self._pair is None or self._pair[0] is not model or self._pair[1].target.changes():
+                self._pair = None  # frees it before the next one is made
+                self._pair = (model, _BareGenerator(model, self._draft, **self._options))
+            return self._pair[1]
 
 
-class _Following(SpecGenerator):
+class _BareGenerator(SpecGenerator):
     """A generator that inherits nothing from the checkpoint: transformers has merged its settings into each call."""
 
     _inherits = False
@@ -163,32 +163,32 @@ class _AfterPrompt:
     """Drops the prompt, which `generate` has passed to the streamer already."""
 
     def __init__(self, streamer: Any) -> None:
-        self._streamer, self._began = streamer, False
+        self._streamer, self._has_begun = streamer, False
 
     def put(self, value: Tensor) -> None:
         """Passes on all but the first value."""
-        if self._began:
+        if self._has_begun:
             self._streamer.put(value)
-        self._began = True
+        self._has_begun = True
 
     def end(self) -> None:
         """Ends the stream."""
         self._streamer.end()
 
 
-def _first(value: Any, copies: int) -> Any:
+def _first_rows(value: Any, copies: int) -> Any:
     """Every `copies`-th row: the first of each prompt."""
     if isinstance(value, Tensor) and value.dim():
         return value[::copies]
     if isinstance(value, ModelOutput):  # the encoder's, whose tensors are repeated
-        return type(value)(**{name: _first(part, copies) for name, part in value.items()})
+        return type(value)(**{name: _first_rows(part, copies) for name, part in value.items()})
     return value
 
 
 def _arguments() -> dict[str, Any]:
     """The arguments of the innermost running `GenerationMixin.generate`, free ones in `kwargs`.
 
-    Raises OptionError outside of such a call.
+    Raises OptionError if none runs.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not _GENERATE.__code__:
@@ -199,7 +199,7 @@ def _arguments() -> dict[str, Any]:
 
 
 def _check_inputs(arguments: Mapping[str, Any], config: Any, generator: SpecGenerator) -> None:
-    """Raises for free arguments of `generate` that neither the passes nor the encoder read, which has read them."""
+    """Raises UnsupportedError for free arguments of `generate` that neither the passes nor the encoder read."""
     names = {*NAMES, "labels", *beside_inputs(generator.target)}
     for name, value in arguments.items():
         if value is not None and name not in names and not hasattr(config, name):
@@ -209,18 +209,18 @@ def _check_inputs(arguments: Mapping[str, Any], config: Any, generator: SpecGene
 def _decoder_inputs(ids: Tensor, rows: Mapping[str, Any]) -> dict[str, Any]:
     """The inputs of a decoder-only model."""
     embeds, mask = rows.get("inputs_embeds"), rows.get("attention_mask")
-    read = ids if embeds is None else embeds
+    inputs = ids if embeds is None else embeds
     return {
         "input_ids": ids if ids.shape[1] else None,
         "inputs_embeds": embeds,
-        "attention_mask": torch.ones(read.shape[:2], dtype=torch.long) if mask is None else mask,
+        "attention_mask": torch.ones(inputs.shape[:2], dtype=torch.long) if mask is None else mask,
     }
 
 
 def _encoder_inputs(
     model: PreTrainedModel, ids: Tensor, rows: Mapping[str, Any], inputs: Tensor | None
 ) -> dict[str, Any]:
-    """Encoder outputs, decoder prompts, and encoder inputs where known (drafts read them): not transformers' -100."""
+    """Encoder outputs, decoder prompts, and encoder inputs for drafts, unless transformers' -100 stands for them."""
     sources: dict[str, Tensor] = {}
     if inputs is not None and inputs.is_floating_point():
         sources = {name: inputs for name in FEATURES if name in encoder_inputs(model)}
@@ -230,35 +230,35 @@ def _encoder_inputs(
     return {**sources, **{name: rows.get(name) for name in names}, "decoder_input_ids": ids}
 
 
-def _settled(config: Any, width: int, limit: int) -> Any:
+def _call_config(config: Any, width: int, limit: int) -> Any:
     """A copy of `config` with lengths as new tokens after prompts of `width` tokens.
 
     transformers' defaults for draft lengths become specdec's.
     """
-    settled = copy.copy(config)
-    settled.max_new_tokens, settled.max_length = limit - width, None
-    settled.min_new_tokens = min(max((config.min_length or 0) - width, 0), settled.max_new_tokens)
-    settled.min_length = None
-    settled.decoder_start_token_id = []
+    result = copy.copy(config)
+    result.max_new_tokens, result.max_length = limit - width, None
+    result.min_new_tokens = min(max((config.min_length or 0) - width, 0), result.max_new_tokens)
+    result.min_length = None
+    result.decoder_start_token_id = []
     if (config.num_beams or 1) > 1 and config.pad_token_id == 0 and (ends := to_list(config.eos_token_id)):
-        settled.pad_token_id = ends[0]  # as transformers fills beams
+        result.pad_token_id = ends[0]  # as transformers fills beams
     if not config.return_dict_in_generate:
         for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states"):
-            setattr(settled, name, None)
+            setattr(result, name, None)
     for name in _WITHOUT_EFFECT:
-        setattr(settled, name, None)
+        setattr(result, name, None)
     defaults = GenerationConfig()._get_default_generation_params()
     for name in _GUESSES:
-        chosen = getattr(config, name, None)
-        setattr(settled, name, None if chosen == defaults.get(name) else chosen)
-    return settled
+        value = getattr(config, name, None)
+        setattr(result, name, None if value == defaults.get(name) else value)
+    return result
 
 
-def _unsupported(config: Any, saved: Any) -> dict[str, Any]:
+def _idle_fields(config: Any, checkpoint: Any) -> dict[str, Any]:
     """Fields without effect in specdec whose values the call itself has set."""
     defaults = GenerationConfig()._get_default_generation_params()
     return {
         name: value
         for name in _WITHOUT_EFFECT
-        if (value := getattr(config, name, None)) not in (None, defaults.get(name), getattr(saved, name, None))
+        if (value := getattr(config, name, None)) not in (None, defaults.get(name), getattr(checkpoint, name, None))
     }

@@ -1,5 +1,10 @@
-// Blocks of GGUF files, repacked as dots.cpp reads them: every number stays as it is. ggml-common.h
-// and ggml-quants.c of llama.cpp have the layouts of blocks.
+// Blocks of GGUF files, repacked as dots.cpp reads them: every number stays as it is. ggml-common.h and ggml-quants.c
+// of llama.cpp have their layouts.
+//
+//   raw, rows   uint8 [rows, bytes of a row]; optional int64 [outputs]: the row of each output, by default in order
+//   the rest    overwritten, in the layouts of dots.cpp; None for what the kind lacks
+//
+// Callers set what lies behind the last output. A thread packs whole blocks of 32 outputs.
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>

@@ -103,7 +103,7 @@ def size(folder: Path) -> int:
 
 
 def make_room(new: Path, mark: str, most: int, variable: str) -> None:
-    """Deletes folders beside `new`, those with the oldest file `mark` first, until all folders take `most` bytes.
+    """Deletes folders beside `new`, the folder with the oldest file `mark` first, until all folders take `most` bytes.
 
     The folder `new` stays, and so do folders without a file `mark`, which are not ours, and locked ones (`file_lock`).
     """

@@ -1,4 +1,6 @@
-// Top-k, top-p, draws, and the best token after filters as operators on the CPU.
+// Top-k, top-p, draws, and the best token after filters as operators on the CPU, in the calling thread, over `scores`:
+// float32 [rows, vocabulary] (`best_token`: any dtype, [vocabulary]). A row's result does not depend on other rows.
+// In place of a token, -1: all scores are -inf, -2: one is NaN; `best_token` returns the place of a NaN.
 
 #include "filters.h"
 

@@ -1,5 +1,8 @@
 // Choosing a token from scores: top-k and top-p (as specdec/decoding/processors/warpers.py), the likeliest token, and
 // Gumbel-max draws from noise that is a function of its address (as specdec/decoding/noise.py).
+//
+// Scores are `count` numbers side by side; what keeps some of them writes to them. Callers look whether the largest is
+// NaN or infinite. Hashes are Python's, bit for bit; sums of probabilities may round differently.
 
 #pragma once
 

@@ -1,4 +1,5 @@
-// Products of small integers: weights as bytes without a sign, rows as bytes with one, summed in 32 bits.
+// Products of small integers: weights as bytes without a sign, rows as bytes with one, summed in 32 bits: exactly.
+// dots.cpp has the layouts of weights, `Integers` the layout of rows.
 
 #pragma once
 

@@ -1,4 +1,6 @@
-// Products of rows with the weights of experts, which lie one behind the other: only weights that rows chose are read.
+// Products of rows `x` [rows, inputs] with the weights of their `experts`, int64 [rows]: only weights that rows chose
+// are read. The experts' tensors lie one behind the other, each in whole blocks of 32 outputs, as dots.cpp (`rounds`) or
+// linear.cpp has them; all share `levels`. Rows of one expert are multiplied together, exact and in threads as there.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -20,11 +22,11 @@ at::Tensor expert_linear(const at::Tensor& x, const at::Tensor& experts, const a
   auto rows = x.size(0), blocks = (outputs + BLOCK - 1) / BLOCK, count = weight.size(0) / blocks;
   check("experts", experts, at::kLong, {rows});
   auto chosen = experts.const_data_ptr<int64_t>();
-  auto fits = std::all_of(chosen, chosen + rows, [&](int64_t one) { return 0 <= one && one < count; });
+  auto fits = std::all_of(chosen, chosen + rows, [&](int64_t expert) { return 0 <= expert && expert < count; });
   TORCH_CHECK_VALUE(fits, "`experts` must be from 0 to before ", count);
   std::vector<int64_t> order(rows);
   std::iota(order.begin(), order.end(), 0);
-  std::stable_sort(order.begin(), order.end(), [&](int64_t one, int64_t two) { return chosen[one] < chosen[two]; });
+  std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return chosen[a] < chosen[b]; });
   at::Tensor y = at::empty({rows, outputs}, x.options());
   for (auto begin = order.begin(); begin != order.end();) {
     auto expert = chosen[*begin];

@@ -1,5 +1,6 @@
-// Logits processors as numbers, encoded by specdec/decoding/processors/pipeline.py: each changes the scores of the next
-// token, and follows the guesses.
+// Logits processors as numbers, encoded by specdec/decoding/processors/pipeline.py: each changes the scores
+// [vocabulary] of the next token in place, and follows the guesses of one chain, so no two chains share a filter. The
+// Python processors give equal scores, but for the rounding of sums.
 
 #pragma once
 
@@ -91,7 +92,7 @@ struct Top : Filter {
 };
 
 // first, end, most_initial (-1: any), by_probability, the newest timestamp (-1: none), the last two tokens: Whisper's
-// rules, as in specdec/decoding/processors/own.py.
+// rules, as in specdec/decoding/processors/builtin.py.
 struct Timestamps : Filter {
   int64_t first, end, most_initial;
   bool by_probability;

@@ -1,8 +1,10 @@
-// Parts of layers of the Llama family, and layers of Whisper's decoder, each as one call: what stands between two linear
-// layers.
+// Parts of layers of the Llama family, and layers of Whisper's decoder, each as one call: linear layers, and what
+// stands between them. `x` and results are float32 or bfloat16 [1, nodes, width], `cos` and `sin` [1, nodes, turned];
+// attention.cpp has the layouts of tables and buffers, to which new keys and values are written first.
 //
 // A part computes what transformers' module does, with the same roundings: torch computes sums and exponentials, and
 // all other operations round their results, as tensors do (-ffp-contract=off). So results are equal, bit for bit.
+// Threads divide rows and nodes among them. Calls change no part, so several threads may call one.
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
@@ -172,7 +174,7 @@ struct Attention : torch::CustomClassHolder {
   Linears qkv;  // apart or joined
   c10::intrusive_ptr<Linear> out;
   Norms q_norm, k_norm;
-  std::vector<int64_t> heads;  // of queries, keys and values: numbers, and widths
+  std::vector<int64_t> heads;  // numbers of query and of key heads, widths of keys and of values
   double scale, softcap;
   Maybe sinks;
   Frame frame;

@@ -170,7 +170,7 @@ struct Rows {
 };
 
 // Adds columns `[begin, end)` of B blocks, each `gap` blocks after the one before, to the sums `[R, 32]` of R rows; the
-// sums of the second block lie BATCH rows behind those of the first. Prefetches `ahead` of each block; `ahead` grows by
+// sums of the second block lie BATCH rows behind the first block's. Prefetches `ahead` of each block; `ahead` grows by
 // `stride` bytes a chunk. A group is summed up in integers' units, and then scaled.
 template <class Kind, int R, int B>
 void add_columns(const Packed& packed, int64_t block, int64_t gap, int64_t begin, int64_t end,

@@ -1,4 +1,5 @@
-// Operators that other operators call without a detour through torch; ops.py says what they compute.
+// Operators that other operators call without a detour through torch: ops.py says what they compute; linear.cpp,
+// dots.cpp and attention.cpp have the layouts of their tensors. Each checks its arguments.
 
 #pragma once
 

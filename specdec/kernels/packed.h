@@ -1,4 +1,5 @@
-// What packed layers of floats and of integers share: blocks of 32 outputs, and how their sums become outputs.
+// What packed layers of floats and of integers share: blocks of 32 outputs, and how sums become outputs: a sum times
+// the output's factor, plus its bias, in float32, and then rounded. Nothing is written behind the last output.
 
 #pragma once
 

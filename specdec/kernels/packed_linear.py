@@ -127,8 +127,7 @@ class PackedLinear(nn.Module):
     def of_experts(self, x: Tensor, experts: Tensor, outputs: int) -> Tensor:
         """Rows `[rows, inputs]`, each by the weight of its expert `[rows]`, to `[rows, outputs]`.
 
-        The layer has the outputs of all experts, those of each expert padded to whole blocks; only the weights of
-        `experts` are read.
+        The layer has all experts' outputs, each expert's padded to whole blocks; only weights of `experts` are read.
         """
         tensors = map(self._buffers.get, LAYER_TENSORS)
         return ops.expert_linear(x, experts, *tensors, outputs, self.way, self.rounds)

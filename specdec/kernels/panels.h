@@ -1,4 +1,4 @@
-// The tiles of sums that kinds of attention compute at once.
+// The size of the tiles of sums that attention.cpp and frames.cpp compute at once; it changes no result.
 
 #pragma once
 

@@ -10,6 +10,9 @@
 //   pass_cost      all chains end unless the chances of those that go on exceed their `least` by so much in sum
 //
 // A head reads a token's embedding beside the hidden state that the previous pass returned.
+//
+// A pass calls the recorded operators in their order, so it returns, bit for bit, what the model's Python returns.
+// Callers check shapes and tables, and let no two threads run passes over the same buffers.
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
@@ -82,8 +85,8 @@ struct Chain {
   double least, pass_cost;
   bool confident, keeps_scores;
   std::vector<int64_t> tokens;        // each guess, and behind it its siblings
-  std::vector<double> probabilities;  // of these; 0 where a guess has fewer siblings
-  Tensors scores;  // of every guess, after filters, if they are kept
+  std::vector<double> probabilities;  // their probabilities; 0 where a guess has fewer siblings
+  Tensors scores;  // one tensor a guess, after filters, if they are kept
   double chance = 1;
   int64_t length = 0, guessed = -1;  // how many guesses, and the last of them
 

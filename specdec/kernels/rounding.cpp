@@ -1,5 +1,7 @@
-// Weights rounded to 8 bits, with a factor for each output, or to 4 bits in groups of 32 inputs, and packed at once as
-// dots.cpp reads them. They are read as linear.cpp reads floats: a lane of each vector belongs to one output.
+// Weights rounded to 8 bits, with a factor for each output, or to 4 bits in groups of 32 inputs, with `scales` and
+// `mins`, and packed at once as dots.cpp reads them. They are read as linear.cpp reads floats: a lane of each vector
+// belongs to one output. Callers set what lies behind the last output. An output's numbers depend on its weights alone;
+// a thread rounds whole blocks of 32 outputs.
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
@@ -119,7 +121,7 @@ Floats round_to_4(const In* block, const Packed& to, std::vector<Range>& ranges)
     std::frexp(wide[lane], &exponent);
     factor[lane] = std::ldexp(1.0f, exponent);  // float16 is precise near 1
   }
-  constexpr int PLACES[]{0, 16, 4, 20, 8, 24, 12, 28};  // of eight columns in a chunk's numbers, as in `put_4`
+  constexpr int PLACES[]{0, 16, 4, 20, 8, 24, 12, 28};  // where eight columns lie in a chunk's numbers, as in `put_4`
   for (int64_t group = 0; group < to.groups; group++) {
     auto scales = to.scales + group * BLOCK, mins = to.mins + group * BLOCK;
     put(scales, ranges[group].scale / factor), put(mins, ranges[group].min / factor);

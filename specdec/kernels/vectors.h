@@ -1,5 +1,6 @@
 // Vectors of GCC and Clang, as wide as the processor's, so that one source serves AVX-512, AVX2 and NEON; intrinsics
-// where the compilers have no operator for an instruction.
+// where the compilers have no operator for an instruction. Loads and stores need no alignment. Processors of one kind
+// give equal results; others may differ in the last bit, by the order of sums over lanes.
 
 #pragma once
 

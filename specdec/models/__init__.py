@@ -12,7 +12,7 @@ from specdec.models.loading.kept_weights import packed_weights, packed_weights_u
 from specdec.models.loading.lighten import may_draft, quantized
 from specdec.models.loading.load import check_source, load_model, unwrapped
 from specdec.models.pictures import NAMES as PICTURES
-from specdec.models.pictures import needs_eyes, place_tokens, read_pictures, sees_alike
+from specdec.models.pictures import needs_media_modules, place_tokens, read_pictures, reads_media_alike
 from specdec.models.protocols import Session
 
 __all__ = [
@@ -25,7 +25,7 @@ __all__ = [
     "free_bytes",
     "load_model",
     "may_draft",
-    "needs_eyes",
+    "needs_media_modules",
     "packed_weights",
     "packed_weights_unwritten",
     "place_tokens",
@@ -33,6 +33,6 @@ __all__ = [
     "prefix_bytes",
     "quantized",
     "read_pictures",
-    "sees_alike",
+    "reads_media_alike",
     "unwrapped",
 ]

@@ -21,13 +21,13 @@ AT_MASKS = {"xlm", "xlnet", "flaubert"}
 _REREADING = {"phi3", "phimoe", "phi4_multimodal"}
 
 _ORIGINAL = "original_max_position_embeddings"
-_KNOWN_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
+_ATTENTION_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
 def attention_kinds(config: Any) -> tuple[AttentionKind, ...] | None:
     """The kinds of attention layers in a text config; None if a layer is not attention over the past.
 
-    None, too, for layers with configs of their own (`is_heterogeneous`) that differ in it.
+    None, too, if layers have a config each (`is_heterogeneous`), with different kinds.
     """
     if getattr(config, "is_heterogeneous", False):
         layers = {attention_kinds(layer) for layer in config.per_layer_config}
@@ -37,7 +37,7 @@ def attention_kinds(config: Any) -> tuple[AttentionKind, ...] | None:
     names = getattr(config, "layer_types", None)
     if not names:
         return (AttentionKind("all", window, None if window else chunk),)
-    if not set(names) <= _KNOWN_KINDS:
+    if not set(names) <= _ATTENTION_KINDS:
         return None
     limits = {"sliding_attention": (window, None), "chunked_attention": (None, chunk)}
     return tuple(AttentionKind(name, *limits.get(name, (None, None))) for name in sorted(set(names)))
@@ -55,42 +55,42 @@ def rope_boundary(config: Any) -> int | None:
 
 
 def trained_positions(config: Any) -> int | None:
-    """The positions of texts that a model was trained on or is scaled to; None where nothing tells, as of ALiBi."""
+    """How many positions a model was trained on or is scaled to; None if the config does not say, as with ALiBi."""
     longest = getattr(config, "max_position_embeddings", None)
     if longest is None or getattr(config, "alibi", False):
         return None
-    scaled = [(one.get(_ORIGINAL) or longest) * (one.get("factor") or 1.0) for one in _rope_scalings(config)]
+    scaled = [(rope.get(_ORIGINAL) or longest) * (rope.get("factor") or 1.0) for rope in _rope_scalings(config)]
     return int(max(longest, *scaled))
 
 
 def _rope_scalings(config: Any) -> list[dict[str, Any]]:
-    """The parameters of rotary scaling, of each kind of layer that has its own."""
+    """The parameters of rotary scaling, by kind of layer if the kinds differ."""
     scalings = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     return [value for value in scalings.values() if isinstance(value, dict)] or [scalings]
 
 
 def cache_reset_length(config: Any) -> int | None:
-    """The length beyond which a text is read again; None if that cannot matter."""
+    """The length beyond which a text is read again; None if scaling does not change."""
     resets = config.model_type in _REREADING and rope_boundary(config) is not None
     return getattr(config, "original_max_position_embeddings", None) if resets else None
 
 
 def kv_capability(positions: Positions, kinds: tuple[AttentionKind, ...]) -> Capability:
-    """Our own keys and values; masks by layer kind if layers differ in what they see."""
+    """Sessions with keys and values of our own, and one mask for each kind of layer."""
     return Capability("kv", positions, "dict" if len(kinds) > 1 else "single", kinds)
 
 
 def kv_width(config: Any, layers: int | None = None) -> int:
     """Numbers that the widest layer of a text decoder, or of its first `layers`, keeps of a position: keys and values.
 
-    An estimate, for budgets and the sizes of buffers: a field of the config may be missing, whatever others say.
+    An estimate, for limits of memory and the sizes of buffers: a field of the config may be missing.
     """
     if getattr(config, "is_heterogeneous", False):  # layers of different widths, each with a config
         return max(map(kv_width, config.per_layer_config[:layers]))
     heads = _number(config, "decoder_attention_heads", "num_attention_heads", "num_heads", "n_head", "n_heads") or 1
     hidden = _number(config, "hidden_size", "d_model", "n_embd") or 1
-    shared = getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False)
-    kv_heads = 1 if shared else _number(config, "num_key_value_heads", "num_kv_heads") or heads
+    has_one_head = getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False)
+    kv_heads = 1 if has_one_head else _number(config, "num_key_value_heads", "num_kv_heads") or heads
     width = _number(config, "head_dim", "d_kv") or max(hidden // heads, 1)
     parts = [_number(config, name) for name in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")]
     unequal = [part for part in parts if part is not None]
@@ -100,7 +100,7 @@ def kv_width(config: Any, layers: int | None = None) -> int:
 
 
 def _number(config: Any, *names: str) -> int | None:
-    """The first of these fields that is a number, or the largest of one number a layer; None if none is."""
+    """The first of these fields that is a number, or the largest of its numbers, one a layer; None without one."""
     for name in names:
         value = getattr(config, name, None)
         values: Any = value if is_list(value) else [value]

@@ -27,10 +27,10 @@ class EncoderOutput(BaseModelOutput):  # type: ignore[misc]
 class Encoding:
     """Encoder output `hidden` `[rows, frames, width]`; `mask` `[rows, frames]` of valid frames (None: all).
 
-    `input_mask` `[rows, length]`: that of the encoder's inputs, which a model takes beside the output; an encoder of
-    sound has fewer frames. `kind`: the class that the encoder returns, and `fields`, tensors with one entry per row,
-    what it has beside; decoders may read them. `hidden_states` and `attentions` of each layer are kept until rows are
-    selected or joined.
+    `input_mask` `[rows, length]`: the mask of the encoder's inputs, which a model takes beside the output; an encoder
+    of sound has fewer frames than inputs. `kind`: the class that the encoder returns. `fields`: the other tensors in
+    it, with one entry per row, which decoders may read. `hidden_states` and `attentions` of each layer are kept until
+    rows are selected or joined.
     """
 
     hidden: Tensor

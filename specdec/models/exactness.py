@@ -12,7 +12,7 @@ from specdec.core.tree import Tree
 from specdec.core.work import Work
 from specdec.kernels import PackedLinear
 from specdec.models.backends.int8_linear import Int8Linear
-from specdec.models.hf.derived import eyes
+from specdec.models.hf.derived import media_modules
 from specdec.models.hf.device_hooks import execution_device
 from specdec.models.probe import trial_encoding
 from specdec.models.protocols import ModelSpec, Session
@@ -20,7 +20,7 @@ from specdec.models.protocols import ModelSpec, Session
 Exactness = Literal["strict", "exact", "rounding", "row-dependent"]
 _OUTLIER = 100.0  # far beyond LLM.int8()'s threshold for outliers (6)
 _TEXT, _BRANCHING = 80, 40  # tokens of the trial text, and after how many of them it branches
-_WIDTHS = (1, 1, 2, 3, 1, 5, 8, 16, 43)  # of the passes over it
+_WIDTHS = (1, 1, 2, 3, 1, 5, 8, 16, 43)  # tokens of the passes over it
 _LONGER = 300  # tokens of a row beside it, for which buffers grow
 
 
@@ -30,19 +30,19 @@ def exactness(model: nn.Module, dtype: torch.dtype) -> Exactness:
 
     "exact": it is the same. "rounding": the same but for near-ties, as kernels round differently in passes of other
     sizes and something in the model is in half precision, or rows are in 8 bits. "row-dependent": it may differ, as
-    some quantized layers look at all rows of a pass. Ordinary layers compute each row by itself; of other kinds one
-    layer each is tried.
+    some quantized layers look at all rows of a pass. Ordinary layers compute each row by itself; one layer of each
+    other kind is tried.
     """
     kinds = {_kind(module): module for module in model.modules() if hasattr(module, "in_features")}
-    unknown: list[Any] = [module for kind, module in kinds.items() if kind not in _KNOWN]
+    layers: list[Any] = [module for kind, module in kinds.items() if kind not in _ORDINARY]
     # Adapters around embeddings take ids.
-    unknown = [m for m in unknown if not isinstance(getattr(m, "get_base_layer", lambda: None)(), nn.Embedding)]
+    layers = [m for m in layers if not isinstance(getattr(m, "get_base_layer", lambda: None)(), nn.Embedding)]
     # Rows in 8 bits turn the last bit of a float32 into a step, now and then.
     half = dtype not in (torch.float32, torch.float64) or any(getattr(m, "rounds", False) for m in model.modules())
     try:
-        if not all(_rows_independent(module, _row(module, dtype)) for module in unknown):
+        if not all(_rows_independent(module, _row(module, dtype)) for module in layers):
             return "row-dependent"
-        return "rounding" if half or any(_rounds_input(module, _row(module, dtype)) for module in unknown) else "exact"
+        return "rounding" if half or any(_rounds_input(module, _row(module, dtype)) for module in layers) else "exact"
     except Exception:  # a layer whose input is no row, or that does not run yet
         return "row-dependent"
 
@@ -52,10 +52,9 @@ def strict_obstacle(language: ModelSpec) -> str | None:
     """Why logits may depend on more than their text: a layer of another kind, or the result of trying.
 
     Returns None if packed layers multiply all weights, and logits are equal, bit for bit, in passes of other widths, as
-    branches, beside other rows and in larger buffers. Trying alone would not do: half precision hides differences in
-    most tokens.
+    branches, beside other rows and in larger buffers. Trying is not enough: half precision hides most differences.
     """
-    if name := _unpacked(language):
+    if name := _other_layer(language):
         return f"`{name}` is no packed layer"
     source = random.Random(0)
     most = min(language.vocab_size, language.num_ids)
@@ -68,28 +67,28 @@ def strict_obstacle(language: ModelSpec) -> str | None:
         narrow.append(_read(session, [parts], [text[first : first + width]])[0])
         first += width
     session.truncate([parts], [0])
-    besides, begun = _read(session, [other, parts], [longer[:7], text[:_BRANCHING]])
+    start_beside, start = _read(session, [other, parts], [longer[:7], text[:_BRANCHING]])
     suffix = Tree.chain(longer[7:])
     branches = Tree([text[_BRANCHING], 3, 4, text[_BRANCHING + 1], 3], [-1, -1, 0, 0, 1])
-    beside, branched = session.run([Work(other, suffix, len(suffix)), Work(parts, branches, len(branches))])
+    end_beside, branch_end = session.run([Work(other, suffix, len(suffix)), Work(parts, branches, len(branches))])
     session.commit([other, parts], [list(range(len(suffix))), [0, 3]])
-    ended = _read(session, [parts], [text[_BRANCHING + 2 :]])[0]
+    end = _read(session, [parts], [text[_BRANCHING + 2 :]])[0]
     expected = _read(session, [whole], [longer])[0]
     if not torch.equal(torch.cat(narrow), expected[: len(text)]):
         return "passes of other widths give other logits"
-    if not torch.equal(torch.cat([begun, branched.logits[[0, 3]], ended]), expected[: len(text)]):
+    if not torch.equal(torch.cat([start, branch_end.logits[[0, 3]], end]), expected[: len(text)]):
         return "branches change logits"
-    if not torch.equal(torch.cat([besides, beside.logits]), expected):
+    if not torch.equal(torch.cat([start_beside, end_beside.logits]), expected):
         return "other rows beside them change logits"
     return None
 
 
-def _unpacked(language: ModelSpec) -> str | None:
-    """The first layer of another kind; encoders and what reads pictures run in passes of their own, always alike."""
-    alone = [language.model.get_encoder()] if language.is_encoder_decoder else eyes(language.model).values()
-    beside = {module for part in alone for module in part.modules()}
+def _other_layer(language: ModelSpec) -> str | None:
+    """The first layer that is not packed; encoders and media modules do not count: their passes are always alike."""
+    outside = [language.model.get_encoder()] if language.is_encoder_decoder else media_modules(language.model).values()
+    skipped = {module for part in outside for module in part.modules()}
     for name, module in language.model.named_modules():
-        if module in beside or isinstance(module, PackedLinear | nn.Embedding):
+        if module in skipped or isinstance(module, PackedLinear | nn.Embedding):
             continue
         if any(weight.dim() > 1 for weight in module.parameters(recurse=False)):
             return name
@@ -108,7 +107,7 @@ def _kind(module: nn.Module) -> tuple[type, type]:
     return type(module), type(getattr(module, "weight", None))
 
 
-_KNOWN = ((nn.Linear, nn.Parameter), (Int8Linear, nn.Parameter))
+_ORDINARY = ((nn.Linear, nn.Parameter), (Int8Linear, nn.Parameter))
 
 
 def _row(layer: Any, dtype: torch.dtype) -> Tensor:

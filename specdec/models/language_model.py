@@ -24,7 +24,7 @@ from specdec.models.backends.snapshot import ReplaySession
 from specdec.models.capability import AT_MASKS, cache_reset_length, kv_width, rope_boundary
 from specdec.models.encoding import EncoderOutput, Encoding
 from specdec.models.exactness import Exactness, exactness, strict_obstacle
-from specdec.models.hf.derived import eyes, shallow_exit
+from specdec.models.hf.derived import media_modules, shallow_exit
 from specdec.models.hf.device_hooks import execution_device, is_offloaded
 from specdec.models.hf.model_state import float32_is_rounded, origins, plain_modes
 from specdec.models.hf.patching import CHANGING
@@ -39,44 +39,44 @@ from specdec.models.hf.sides import (
     text_embedding,
 )
 from specdec.models.hf.wrappers import decoder_of, is_composite, model_inputs, position_padding
-from specdec.models.pictures import sees
+from specdec.models.pictures import reads_media
 from specdec.models.probe import find_capability
 from specdec.models.protocols import Capability, Session
 from specdec.options.fields import is_list, is_whole
 from specdec.options.load import BACKENDS
 
-_SEEING = threading.RLock()  # held while a model gets the modules that read pictures
+_LOADING = threading.RLock()  # held while a model gets the modules that read pictures
 
 
 class LanguageModel:
     """A transformers model and how it is run; its weights, config and caches are never changed.
 
-    `config` is the text decoder's, `vocab_size` the width of the logits, `max_positions` None without a limit. The
-    text may hold `num_ids` ids, an encoder's input `num_source_ids` (None: it looks up none), which are other numbers
-    where the two sides have vocabularies of their own. `source_names` are the encoder's arguments. Ids go to `device`,
-    `dtype` is that of activations and masks. `backend`: "eager" runs its layers as they are, in padded
-    passes. "packed" runs copies of its weights in the order in which short passes on a CPU read them, and attention of
-    our own, which needs no padding; an `owned` model keeps nothing else. Passes of models that use
-    transformers' attention interface are recorded, and run without Python from then on. "auto": packed if the model is
-    owned and that is faster, otherwise eager. "packed" needs a C++ compiler, and weights, hooks and adapters that stay
-    as they are, which `check_unchanged` compares unless the model is owned. Recorded passes return no attentions, and
-    models with hooks or methods of a caller are not recorded.
+    `config` is the text decoder's, `vocab_size` the width of the logits, `max_positions` None without a limit. The text
+    may hold `num_ids` ids, an encoder's input `num_source_ids` (None: it looks up none); the two differ if the two
+    sides have separate vocabularies. `source_names` are the encoder's arguments. Ids go to `device`, `dtype` is the
+    type of activations and masks. `backend`: "eager" runs its layers as they are, in padded passes. "packed" runs
+    copies of its weights in the order in which short passes on a CPU read them, and attention of our own, which needs
+    no padding; an `owned` model keeps nothing else. Passes of models that use transformers' attention interface are
+    recorded, and run without Python from then on. "auto": packed if the model is owned and that is faster, otherwise
+    eager. "packed" needs a C++ compiler, and weights, hooks and adapters that stay as they are, which `check_unchanged`
+    compares unless the model is owned. Recorded passes return no attentions, and models with hooks or methods of a
+    caller are not recorded.
 
-    `epoch` counts the changes that callers told of (`changed`): what was kept of the model in another one is void.
+    `epoch` counts the changes that callers reported (`changed`): what was saved of the model in an earlier one is void.
 
     `exactness`="strict" promises that a token's logits depend, bit for bit, on its text alone: not on other tokens of a
     pass, other rows, or branches.
-    `sees`: it reads pictures or recordings in its text. Raises
+    `reads_media`: it reads pictures or recordings in its text. Raises
     OptionError for a model in training mode and unknown backends, UnsupportedError for one without a language head or
     that continues text at a mask token, and for an impossible backend or exactness.
     """
 
     loading_seconds = 0.0
     """How long it took to load, if specdec loaded it."""
-    unread: Callable[[], Mapping[str, nn.Module]] | None = None
-    """Loads the modules that read pictures, by name, where they were left out (`see`)."""
+    media_loader: Callable[[], Mapping[str, nn.Module]] | None = None
+    """Loads the modules that read pictures, by name, if they were left out (`load_media_modules`)."""
     recut: Callable[[], LanguageModel] | None = None
-    """Makes an early exit of a caller's model anew, of the whole model as it is by then."""
+    """For an early exit of a caller's model: makes it again, from the model as it is by then."""
 
     @plain_modes()
     def __init__(
@@ -107,7 +107,7 @@ class LanguageModel:
                 f"{type(model).__name__} continues text at a mask token that is taken back: {way_out}"
             )
         self.input_names, self.prefix = model_inputs(model), "decoder_" if self.is_encoder_decoder else ""
-        self.sees = sees(model, self.input_names)
+        self.reads_media = reads_media(model, self.input_names)
         self.source_names = encoder_inputs(model)
         self.vocab_size = _logits_width(model, self.config)
         self.num_ids, self.num_source_ids = num_ids(model) or self.vocab_size, num_source_ids(model)
@@ -119,7 +119,7 @@ class LanguageModel:
         )
         self.device, self.dtype = execution_device(text_embedding(model)), model.dtype
         self.model = in_backend(model, backend, owned=owned)
-        self._asked, self._is_packed = backend, is_packed(self.model)
+        self._choice, self._is_packed = backend, is_packed(self.model)
         style, boundary = self.capability.positions, self.capability.boundary
         looks_up = self.capability.cache_kind == "kv" and style in STYLES
         self._lookup = Lookup(self.decoder, style) if looks_up else None
@@ -169,7 +169,7 @@ class LanguageModel:
     @cached_property
     def weight_bytes(self) -> int:
         """Bytes of weights that a pass of the decoder reads."""
-        outside = list(eyes(self.model).values()) if self.sees else []
+        outside = list(media_modules(self.model).values()) if self.reads_media else []
         outside += [self.model.get_encoder()] if self.is_encoder_decoder else []
         unread = {weight for part in outside for weight in (*part.parameters(), *part.buffers())}
         read = (*self.model.parameters(), *self.model.buffers())
@@ -203,7 +203,7 @@ class LanguageModel:
         raise OptionError(f"the {name} was changed after {was} ({', '.join(changes)}): {way}")
 
     def changes(self) -> list[str]:
-        """What passes do not follow of a caller's changes; nothing for an owned model, at which nobody looks."""
+        """The caller's changes that passes do not follow; none for an owned model, at which nobody looks."""
         source = self._source()
         if self.is_owned or source is None:  # a copy may outlive its source
             return []
@@ -217,15 +217,15 @@ class LanguageModel:
         return [what for what, is_same in same.items() if not is_same]
 
     def changed(self) -> None:
-        """Says that a caller has changed the model: what was kept of it is void, and copies of it are made anew.
+        """Says that a caller has changed the model: saved prefixes are void, and copies of the model are made anew.
 
-        Passes that begin later run the new copy. Raises UnsupportedError where the changed model takes no such backend.
+        Passes that begin later run the new copy. Raises UnsupportedError if the backend cannot run the changed model.
         """
         source, fresh = self._source(), None
         if self.recut is not None:
             fresh = self.recut()
         elif self._origins and source is not None and self._origins.keys() >= {*self.changes()}:
-            fresh = LanguageModel(source, backend=self._asked, exactness="strict" if self.is_strict else "auto")
+            fresh = LanguageModel(source, backend=self._choice, exactness="strict" if self.is_strict else "auto")
         if fresh is not None:  # in place, since sessions and drafts hold this object
             self.__dict__.update(vars(fresh) | {"epoch": self.epoch})
         self._exactness = None
@@ -244,7 +244,7 @@ class LanguageModel:
         """What a draft can change in a text: nothing ("strict", "exact"), near-ties ("rounding"), or more.
 
         "strict" was verified bit for bit when the model was made; with "row-dependent" a draft may change the text. It
-        is found once, and again after `changed`; torch's float32 precision settings are read each time.
+        is measured once, and again after `changed`; torch's float32 precision settings are read each time.
         """
         if self.is_strict:
             return "strict"
@@ -266,20 +266,20 @@ class LanguageModel:
             raise OptionError.of("layers", f"between 1 and {self.num_layers - 1}, fewer than the model has", layers)
         cut = LanguageModel(
             shallow_exit(self.model, self.num_layers, layers),
-            backend="eager" if self._asked == "packed" or not self.ragged else self._asked,
+            backend="eager" if self._choice == "packed" or not self.ragged else self._choice,
         )
         cut.is_owned, cut.recut = self.is_owned, None if self.is_owned else partial(self.early_exit, layers)
         return cut
 
     def load_media_modules(self) -> Mapping[str, nn.Module]:
-        """The modules that read pictures; loads them if they were left out, as long as nobody needed them."""
-        with _SEEING:
-            if self.unread is not None:
-                modules, self.unread = self.unread(), None
+        """The modules that read pictures, by name; loads them now if loading the model left them out."""
+        with _LOADING:
+            if self.media_loader is not None:
+                modules, self.media_loader = self.media_loader(), None
                 with CHANGING:
                     for name, module in modules.items():
                         self.model.base_model.add_module(name, module)
-            return eyes(self.model)
+            return media_modules(self.model)
 
     @torch.no_grad()
     def encode(
@@ -293,7 +293,7 @@ class LanguageModel:
             raise UnsupportedError(f"{type(self.model).__name__} has no encoder to read {sorted(inputs)} with")
         encoder = self.model.get_encoder()
         read = inputs.keys() & (self.source_names | self.input_names)  # a target of another class may read more
-        arguments = {name: self._placed(name, inputs[name]) for name in inputs if name in read}
+        arguments = {name: self._place(name, inputs[name]) for name in inputs if name in read}
         merged = arguments.keys() - self.source_names - {"attention_mask"}  # the model puts pictures among the text
         if not merged:
             arguments = {name: value for name, value in arguments.items() if name in self.source_names}
@@ -301,12 +301,10 @@ class LanguageModel:
         extras |= {"output_attentions": True} if output_attentions else {}
         fast, features = self.ragged and self.ragged.frame_encoder, arguments.get("input_features")
         if fast and not extras and features is not None and fast.reads(features):
-            return Encoding(torch.cat([fast(one) for one in torch.split(features, 1)]))
+            return Encoding(torch.cat([fast(row) for row in torch.split(features, 1)]))
         try:
             output = (
-                self._through_the_model(arguments, extras)
-                if merged
-                else encoder(**arguments, **extras, return_dict=True)
+                self._encode_by_model(arguments, extras) if merged else encoder(**arguments, **extras, return_dict=True)
             )
         except torch.OutOfMemoryError:
             raise
@@ -319,25 +317,25 @@ class LanguageModel:
         return self.encoding_of(output, inputs.get("attention_mask"))
 
     @torch.no_grad()
-    def projected(self, encoding: Encoding) -> list[tuple[Tensor, Tensor]]:
+    def project(self, encoding: Encoding) -> list[tuple[Tensor, Tensor]]:
         """Keys and values `[rows, heads, frames, head width]` of each layer's cross-attention.
 
-        A pass over one token makes them, whose output is dropped, where the layers' names are not known.
+        If the layers' names are not known, a pass over one token makes them, and its output is dropped.
         """
         if self.ragged and self.ragged.frame_encoder:
-            return self.ragged.frame_encoder.projected(encoding.hidden)
+            return self.ragged.frame_encoder.project(encoding.hidden)
         cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
         start = torch.zeros(len(encoding), 1, dtype=torch.long, device=self.device)
         self.model(decoder_input_ids=start, encoder_outputs=encoding.output, **{CACHE: cache}, use_cache=True)
         return [(layer.keys, layer.values) for layer in cache.cross_attention_cache.layers]
 
-    def _placed(self, name: str, tensor: Tensor) -> Tensor:
-        """An input of the encoder on its device; features in the model's type, masks and ids in their own."""
+    def _place(self, name: str, tensor: Tensor) -> Tensor:
+        """An input of the encoder on the model's device; features get the model's type, masks and ids keep theirs."""
         is_feature = tensor.is_floating_point() and not name.endswith("mask")
         return tensor.to(self.device, self.dtype if is_feature else None)
 
-    def _through_the_model(self, arguments: Mapping[str, Tensor], extras: Mapping[str, bool]) -> Any:
-        """The encoder's output of a pass of the whole model, which makes the encoder's input of these."""
+    def _encode_by_model(self, arguments: Mapping[str, Tensor], extras: Mapping[str, bool]) -> Any:
+        """The encoder's output in a pass of the whole model, which makes the encoder's input from `arguments`."""
         start = torch.zeros(len(next(iter(arguments.values()))), 1, dtype=torch.long, device=self.device)
         output = self.model(**arguments, **extras, decoder_input_ids=start, use_cache=False, return_dict=True)
         return EncoderOutput(
@@ -377,22 +375,23 @@ class LanguageModel:
             name = type(self.model).__name__
             raise UnsupportedError(f"{name} returns no hidden states, which the draft reads: {way_out}")
 
-    def looked_up(self, query: Tensor, key: Tensor) -> AbstractContextManager[None]:
-        """`Lookup.running`; changes nothing for models that take positions as an argument."""
+    def lookup(self, query: Tensor, key: Tensor) -> AbstractContextManager[None]:
+        """`Lookup.running` with `query` `[rows, nodes]` and `key` `[rows, end]`, for models that look positions up."""
         return nullcontext() if self._lookup is None else self._lookup.running(query, key)
 
-    def scaled(self, spans: Tensor | None) -> AbstractContextManager[None]:
-        """`Scaling.running`; changes nothing without spans, or if scaling does not depend on length."""
+    def scaling(self, spans: Tensor | None) -> AbstractContextManager[None]:
+        """`Scaling.running` with `spans` `[rows, nodes]`; no change if scaling does not depend on length."""
         return nullcontext() if spans is None or self._scaling is None else self._scaling.running(spans)
 
     def shares_encoder_with(self, other: LanguageModel) -> bool:
         """Whether both have encoders with equal weights, so that one encoder pass serves both."""
         if not (self.is_encoder_decoder and other.is_encoder_decoder):
             return False
-        mine, theirs = (_weights(m.model.get_encoder()) for m in (self, other))
-        here = not any(weight.is_meta for weight in (*mine.values(), *theirs.values()))  # others cannot be compared
-        alike = here and mine.keys() == theirs.keys() and all(mine[n].dtype == theirs[n].dtype for n in mine)
-        return alike and all(torch.equal(weight, theirs[name].to(weight.device)) for name, weight in mine.items())
+        weights, others = (_weights(m.model.get_encoder()) for m in (self, other))
+        if any(weight.is_meta for weight in (*weights.values(), *others.values())):
+            return False  # they cannot be compared
+        types, other_types = ({name: weight.dtype for name, weight in side.items()} for side in (weights, others))
+        return types == other_types and all(torch.equal(w, others[name].to(w.device)) for name, w in weights.items())
 
     @property
     def input_embeddings(self) -> Any:
@@ -413,7 +412,7 @@ class LanguageModel:
     def logits_argument(self) -> str | None:
         """The argument that says which logits a pass returns; None for models that return all."""
         name = "logits_to_keep"
-        return next((one for one in (name, self.prefix + name) if one in self.input_names), None)
+        return next((argument for argument in (name, self.prefix + name) if argument in self.input_names), None)
 
     def _make_ragged(self) -> RaggedForward | None:
         """Ragged passes, for backends above "eager" where the model allows them; of an owned model, recorded by now.
@@ -463,10 +462,10 @@ def _max_positions(decoder: nn.Module, config: Any) -> int | None:
 
 
 def _weights(encoder: nn.Module) -> dict[str, Tensor]:
-    """All weights by name, packed ones as they were, without biases of zeros, which a layer gets that is joined."""
-    packed = {name: module for name, module in encoder.named_modules() if isinstance(module, PackedLinear)}
-    weights = {n: w for n, w in encoder.state_dict().items() if n.rpartition(".")[0] not in packed}
-    for name, layer in packed.items():
+    """All weights by name, unpacked; without biases of zeros, which layers get that are joined."""
+    layers = {name: module for name, module in encoder.named_modules() if isinstance(module, PackedLinear)}
+    weights = {n: w for n, w in encoder.state_dict().items() if n.rpartition(".")[0] not in layers}
+    for name, layer in layers.items():
         weights[f"{name}.weight"] = layer.weight()
         if layer.bias is not None:
             weights[f"{name}.bias"] = layer.bias.to(layer.takes[0])

@@ -21,20 +21,21 @@ def picture_tokens(
 ) -> tuple[list[int], list[int]]:
     """The tokens of each picture, and the entries of the argument `main` that it takes, where these are patches.
 
-    `places`: placeholders in each row of text. Raises OptionError for sizes that the model cannot read.
+    `tensors`: the arguments of one kind, `shapes`: all of them. `places`: placeholders in each row of text. Raises
+    OptionError for sizes that the model cannot read.
     """
     config, value = language.model.config, tensors[main]
     _check_shape(language, main, tensors)
     grid = next((tensor for name, tensor in tensors.items() if name.endswith("_grid_thw")), None)
     if grid is not None:
-        return _of_grid(config, main, value, grid)
+        return _grid_tokens(config, main, value, grid)
     if "image_sizes" in tensors:
         if not _are_sizes(tensors["image_sizes"], 2):
             raise OptionError.of("image_sizes", "height and width of each picture", tensors["image_sizes"].tolist())
         pack = getattr(language.model.base_model, "pack_image_features", None)
         if pack is not None:
             numbers = shapes.get("batch_num_images")
-            sizes = _packed(language.model.base_model, pack, value, tensors["image_sizes"], numbers)
+            sizes = _packed_lengths(language.model.base_model, pack, value, tensors["image_sizes"], numbers)
         else:
             side = _side(config.vision_config.patch_size) * (getattr(config, "spatial_merge_size", None) or 1)
             sizes = (tensors["image_sizes"] // side).prod(-1).tolist()
@@ -44,11 +45,11 @@ def picture_tokens(
         real = (value != 0).flatten(2).any(-1).sum(1).tolist()
         if len(value) != len(places):
             raise OptionError.of(main, f"of shape [{len(places)}, pictures, channels, height, width]", [*value.shape])
-        each = _known(config) or sum(places) // max(sum(real), 1)
+        each = _fixed_tokens(config) or sum(places) // max(sum(real), 1)
         if [n * each for n in real] != list(places):
             raise OptionError(f"`{main}` holds {real} pictures of {each} tokens, and the rows have {places} places")
         return [each] * sum(real), []
-    if (tokens := _known(config)) and main == "pixel_values":
+    if (tokens := _fixed_tokens(config)) and main == "pixel_values":
         return [tokens] * count, []
     each, remainder = divmod(sum(places), count)
     if remainder or any(run % each for run in places):
@@ -61,8 +62,8 @@ def by_row(main: str, tensors: Mapping[str, Tensor]) -> bool:
     return main == "pixel_values" and tensors[main].dim() == 5 and "image_sizes" not in tensors
 
 
-def _known(config: Any) -> int | None:
-    """The tokens of every picture of a fixed size; None for families that are not known."""
+def _fixed_tokens(config: Any) -> int | None:
+    """The tokens of every picture, for families with pictures of one size; None for other families."""
     if config.model_type not in _FIXED:
         return None
     vision = config.vision_config
@@ -74,7 +75,7 @@ def _known(config: Any) -> int | None:
     return int(count * (getattr(config, "downsample_ratio", None) or 1) ** 2)
 
 
-def _of_grid(config: Any, main: str, value: Tensor, grid: Tensor) -> tuple[list[int], list[int]]:
+def _grid_tokens(config: Any, main: str, value: Tensor, grid: Tensor) -> tuple[list[int], list[int]]:
     vision, merge = config.vision_config, config.vision_config.spatial_merge_size
     if not _are_sizes(grid, 3) or bool((grid[:, 1:] % merge).any()):
         raise OptionError.of("image_grid_thw", f"[pictures, 3], height and width multiples of {merge}", grid.tolist())
@@ -92,33 +93,33 @@ def _are_sizes(sizes: Tensor, dimensions: int) -> bool:
     return whole and sizes.dim() == 2 and sizes.shape[1] == dimensions and len(sizes) > 0 and int(sizes.min()) > 0
 
 
-def _packed(base: Any, pack: Any, value: Tensor, image_sizes: Tensor, numbers: Tensor | None) -> list[int]:
-    """The lengths of features that are cut to the picture's form: of zeros, by the model's own code."""
+def _packed_lengths(base: Any, pack: Any, value: Tensor, image_sizes: Tensor, numbers: Tensor | None) -> list[int]:
+    """The tokens of pictures that the model cuts to their form: the model's code counts them, on zeros."""
     vision = base.config.vision_config
     count = sys.modules[type(base).__module__].image_size_to_num_patches
-    tiled = [True] * len(image_sizes) if numbers is None else [n == 1 for n in numbers.tolist() for _ in range(n)]
+    are_tiled = [True] * len(image_sizes) if numbers is None else [n == 1 for n in numbers.tolist() for _ in range(n)]
     features = []
-    for size, is_tiled in zip(image_sizes, tiled, strict=True):
+    for size, is_tiled in zip(image_sizes, are_tiled, strict=True):
         patches = count(size, base.config.image_grid_pinpoints, vision.image_size) if is_tiled else 1
         if value.dim() != 5 or value.shape[1] < patches:
             expected = f"of shape [pictures, {patches} or more, channels, height, width]"
             raise OptionError.of("pixel_values", expected, list(value.shape))
         features.append(torch.zeros(patches, (vision.image_size // vision.patch_size) ** 2, 1))
-    how = {"vision_feature_select_strategy": "full"}
-    options = {name: value for name, value in how.items() if name in inspect.signature(pack).parameters}
+    defaults = {"vision_feature_select_strategy": "full"}
+    options = {name: value for name, value in defaults.items() if name in inspect.signature(pack).parameters}
     newline = None if getattr(base, "image_newline", None) is None else torch.zeros(1)
     lengths: list[int] = pack(features, image_sizes, image_newline=newline, **options)[1].tolist()
     return lengths
 
 
 def _runs(count: int, places: Sequence[int]) -> list[int]:
-    """Sizes where nothing is known of them: rows with one picture each have those of their places."""
-    read = [run for run in places if run]
-    return read if len(read) == count else [sum(places)] if count == 1 else [-1] * count
+    """Sizes without a rule: a row's only picture, or the only picture, fills all places; -1: size not known."""
+    lengths = [run for run in places if run]
+    return lengths if len(lengths) == count else [sum(places)] if count == 1 else [-1] * count
 
 
 def _check_shape(language: ModelSpec, main: str, tensors: Mapping[str, Tensor]) -> None:
-    """Raises OptionError unless pictures of a fixed size have that size, and others come with theirs."""
+    """Raises OptionError for pictures of a wrong size, and for pictures that come without their sizes."""
     value, vision = tensors[main], getattr(language.model.config, "vision_config", None)
     if not value.numel():
         raise OptionError.of(main, "at least one picture", list(value.shape))

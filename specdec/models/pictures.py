@@ -22,11 +22,11 @@ from specdec.models.protocols import ModelSpec
 
 
 class _Kind(NamedTuple):
-    """A kind of picture: how errors call it, its main argument, and those with one entry for each of them."""
+    """A kind of picture: its word in errors, its main argument, and the arguments with one entry per picture."""
 
     word: str
     main: str
-    beside: tuple[str, ...]
+    per_item: tuple[str, ...]
 
 
 _KINDS = {
@@ -36,7 +36,7 @@ _KINDS = {
 }
 _PER_TOKEN = ("token_type_ids", "mm_token_type_ids")
 _PER_ROW = ("batch_num_images",)
-NAMES = frozenset({*_PER_TOKEN, *_PER_ROW, *(name for kind in _KINDS.values() for name in (kind.main, *kind.beside))})
+NAMES = frozenset({*_PER_TOKEN, *_PER_ROW, *(name for kind in _KINDS.values() for name in (kind.main, *kind.per_item))})
 """The arguments of models beside ids and masks."""
 
 _SIZES = ("image_size", "patch_size", "spatial_merge_size", "temporal_patch_size", "scale_factor", "downsample_ratio")
@@ -49,7 +49,7 @@ _TWO_WAYS = {"paligemma"}
 _BEFORE_TEXT = {"git"}
 
 
-def sees(model: Any, input_names: frozenset[str]) -> bool:
+def reads_media(model: Any, input_names: frozenset[str]) -> bool:
     """Whether a model continues text and reads pictures or recordings in it."""
     return not model.config.is_encoder_decoder and any(kind.main in input_names for kind in _KINDS.values())
 
@@ -66,13 +66,13 @@ def place_tokens(config: Any) -> set[int]:
     return {token for name in names if (token := getattr(config, name, None)) is not None}
 
 
-def sees_alike(model: ModelSpec, other: ModelSpec) -> bool:
+def reads_media_alike(model: ModelSpec, other: ModelSpec) -> bool:
     """Whether two models read the same arguments, with as many tokens for each picture."""
     both = []
     for config in (model.model.config, other.model.config):
         parts = (config, getattr(config, "vision_config", None))
         both.append([config.model_type, *(getattr(part, name, None) for part in parts for name in _SIZES)])
-    return model.sees and other.sees and both[0] == both[1]
+    return model.reads_media and other.reads_media and both[0] == both[1]
 
 
 def read_pictures(
@@ -85,35 +85,35 @@ def read_pictures(
 ) -> list[Pictures | None]:
     """What each row of a batch reads beside its text; None for rows of text alone.
 
-    `rows` hold ids without padding, `masks` those given ids that were kept. With `whole`, a row's text is read with its
-    pictures to the end. Raises OptionError where places and pictures do not fit, UnsupportedError for models that
+    `rows`: ids without padding; `masks`: which of the caller's ids these are. With `whole`, a row's text is read with
+    its pictures to the end. Raises OptionError where places and pictures do not fit, UnsupportedError for models that
     cannot go on in text.
     """
     tensors = {name: _tensor(name, inputs[name]) for name in sorted(NAMES & inputs.keys())}
-    if unknown := sorted(tensors.keys() - language.input_names - set(_PER_TOKEN)):
-        raise UnsupportedError(f"{type(language.model).__name__} does not read `{unknown[0]}`: leave it out")
+    if extra := sorted(tensors.keys() - language.input_names - set(_PER_TOKEN)):
+        raise UnsupportedError(f"{type(language.model).__name__} does not read `{extra[0]}`: leave it out")
     parts: list[dict[str, Tensor]] = [{} for _ in rows]
     ends, before = [0] * len(rows), 0
-    for name, kind in _KINDS.items():
-        places = _places(language.model.config, name, rows)
-        ends = [max(end, own[-1] + 1 if own else 0) for end, own in zip(ends, places, strict=True)]
-        beside = {one: tensors[one] for one in (kind.main, *kind.beside) if one in tensors}
-        if kind.main in beside and language.model.config.model_type in _BEFORE_TEXT:
-            dealt, before = _before_text(language, kind, beside[kind.main], len(rows))
+    for word, kind in _KINDS.items():
+        places = _places(language.model.config, word, rows)
+        ends = [max(end, positions[-1] + 1 if positions else 0) for end, positions in zip(ends, places, strict=True)]
+        arguments = {name: tensors[name] for name in (kind.main, *kind.per_item) if name in tensors}
+        if kind.main in arguments and language.model.config.model_type in _BEFORE_TEXT:
+            shares, before = _before_text(language, kind, arguments[kind.main], len(rows))
             ends = [1] * len(rows)
         else:
-            dealt = _dealt(language, kind, beside, list(map(len, places)), tensors)
-        parts = [{**part, **more} for part, more in zip(parts, dealt, strict=True)]
+            shares = _deal(language, kind, arguments, list(map(len, places)), tensors)
+        parts = [{**part, **more} for part, more in zip(parts, shares, strict=True)]
     for name in _PER_TOKEN:
         if name in tensors and name in language.input_names:
             types, shape = tensors[name], [len(masks), max(map(len, masks))]
             if list(types.shape) != shape:
                 raise OptionError.of(name, f"of shape {shape}, like the ids", list(types.shape))
-            for part, own, mask in zip(parts, types, masks, strict=True):
-                part[name] = own[: len(mask)][torch.tensor(mask)][None]
+            for part, kinds, mask in zip(parts, types, masks, strict=True):
+                part[name] = kinds[: len(mask)][torch.tensor(mask)][None]
     if two_ways := reads_two_ways(language, inputs):
         zeros = [torch.zeros(1, len(ids), dtype=torch.long) for ids in rows]
-        parts = [{"token_type_ids": own, **part} for part, own in zip(parts, zeros, strict=True)]
+        parts = [{"token_type_ids": row, **part} for part, row in zip(parts, zeros, strict=True)]
     read: list[Pictures | None] = []
     for row, (part, end, ids) in enumerate(zip(parts, ends, rows, strict=True)):
         for name in _PER_ROW:
@@ -127,13 +127,13 @@ def read_pictures(
     if any(read) and (language.capability.cache_kind != "kv" or language.capability.cache_reset_length is not None):
         reason = language.capability.reason or "it reads its text again where its scaling changes"
         raise UnsupportedError(f"{type(language.model).__name__} runs here on text alone ({reason})")
-    if any(map(needs_eyes, read)):
+    if any(map(needs_media_modules, read)):
         language.load_media_modules()
     return read
 
 
-def needs_eyes(pictures: Pictures | None) -> bool:
-    """Whether the part of a model that reads pictures is needed, not only its own masks."""
+def needs_media_modules(pictures: Pictures | None) -> bool:
+    """Whether a pass needs the modules that read pictures, and not only other masks."""
     return pictures is not None and any(kind.main in pictures.inputs for kind in _KINDS.values())
 
 
@@ -150,12 +150,12 @@ def _tensor(name: str, value: Any) -> Tensor:
 
 def _places(config: Any, kind: str, rows: Sequence[Sequence[int]]) -> list[list[int]]:
     """The positions of each row that hold a placeholder of this kind."""
-    own = getattr(config, f"{kind}_token_id", None)
-    own = getattr(config, f"{kind}_token_index", None) if own is None else own
-    return [[place for place, token in enumerate(ids) if token == own] for ids in rows]
+    mark = getattr(config, f"{kind}_token_id", None)
+    mark = getattr(config, f"{kind}_token_index", None) if mark is None else mark
+    return [[place for place, token in enumerate(ids) if token == mark] for ids in rows]
 
 
-def _dealt(
+def _deal(
     language: ModelSpec, kind: _Kind, tensors: Mapping[str, Tensor], places: list[int], shapes: Mapping[str, Tensor]
 ) -> list[dict[str, Tensor]]:
     """The rows' parts of the arguments of one kind; row i has `places[i]` placeholders."""
@@ -179,17 +179,17 @@ def _dealt(
     firsts, rows_apart = [0, *accumulate(counts)], by_row(kind.main, tensors)
     parts = []
     for row, (first, count) in enumerate(zip(firsts, counts, strict=False)):
-        dealt = {}
+        share = {}
         for name, tensor in tensors.items() if count else ():
             if rows_apart and len(tensor) == len(places):
-                dealt[name] = tensor[row : row + 1]
+                share[name] = tensor[row : row + 1]
             elif len(tensor) == len(sizes):
-                dealt[name] = tensor[first : first + count]
+                share[name] = tensor[first : first + count]
             elif len(tensor) == sum(units):  # patches of all pictures
-                dealt[name] = tensor[sum(units[:first]) : sum(units[: first + count])]
+                share[name] = tensor[sum(units[:first]) : sum(units[: first + count])]
             else:
                 raise OptionError.of(name, f"one entry for each of {len(sizes)} {kind.word}s", list(tensor.shape))
-        parts.append(dealt)
+        parts.append(share)
     return parts
 
 
@@ -219,7 +219,7 @@ def _counts(sizes: Sequence[int], places: Sequence[int]) -> list[int] | None:
 
 
 def _read(language: ModelSpec, part: dict[str, Tensor], ids: list[int], end: int) -> Pictures:
-    """A row's pictures, which the first `end` of its ids are read with."""
+    """A row's pictures, for a pass over the first `end` of its ids."""
     inputs = {"input_ids": torch.tensor([ids[:end]]), "attention_mask": torch.ones(1, end, dtype=torch.long), **part}
     for name in _PER_TOKEN:
         if name in inputs:

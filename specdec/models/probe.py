@@ -28,13 +28,13 @@ from specdec.models.protocols import Capability, ModelSpec, Positions
 # Siblings, a grandchild on each side, a second root: each way in which a mask can be wrong.
 _PARENTS = [-1, 0, 0, 1, 2, -1, 5]
 _LONGEST_PREFIX = 96  # tokens; longer windows are not tried
-_FRAMES = 5  # of a trial encoding
+_FRAMES = 5  # frames of a trial encoding
 
 
 def find_capability(language: ModelSpec) -> Capability:
-    """How a model runs: as tiny ones of its family and class do, which are tried once with these libraries, or probed.
+    """How a model runs: as tiny models of its family and class do, which are tried once per release, or by `probe`.
 
-    What holds for a tiny decoder of the family must hold for a tiny model of the class, too, which may wrap it.
+    A result must hold for a tiny decoder of the family, and for a tiny model of the class, which may wrap the decoder.
     """
     config, kinds = language.config, attention_kinds(language.config)
     if config.model_type in COUNTS_COLUMNS or (config.model_type == "falcon" and config.alibi):
@@ -69,7 +69,7 @@ def _tiny_runs(language: ModelSpec, style: Positions) -> bool:
 def probe(language: ModelSpec) -> Capability:
     """The best capability that reproduces the logits of `language`'s model.
 
-    Raises UnsupportedError where that continues no text alone.
+    Raises UnsupportedError if the model cannot continue text alone.
     """
     model = language.model
     if language.is_offloaded:
@@ -134,9 +134,9 @@ def _agrees(language: ModelSpec, model: Any, candidate: Capability) -> bool:
     try:
         kind: Any = type(language)
         trial = kind(model, capability=candidate)
-        allowed = 1e-3 if trial.dtype in (torch.float32, torch.float64) else 0.1  # of the logits' spread
+        tolerance = 1e-3 if trial.dtype in (torch.float32, torch.float64) else 0.1  # share of the logits' spread
         return all(
-            bool((logits - expected).abs().max() <= allowed * expected.float().std())
+            bool((logits - expected).abs().max() <= tolerance * expected.float().std())
             for logits, expected in _trial(trial)
         )
     except Exception:
@@ -166,14 +166,14 @@ def _trial(language: ModelSpec) -> Iterator[tuple[Tensor, Tensor]]:
         ([Tree(ids(len(_PARENTS)), _PARENTS) for _ in lengths], [len(_PARENTS)] * 2, [[0, 2, 4], [0]]),
         ([Tree.chain(ids(1)) for _ in lengths], [1, 1], [[0], [0]]),
     ]
-    for trees, keep, committed in steps:
+    for trees, keep, paths in steps:
         for row, out in enumerate(session.run(list(map(Work, rows, trees, keep)))):
             for node in range(out.work.first, len(out.work.tree)):
                 tokens = texts[row] + [out.work.tree.tokens[n] for n in out.work.tree.path(node)]
                 expected = reference(language, tokens, encodings[row])
                 yield out.logits[node - out.work.first], expected
-        session.commit(rows, committed)
-        for text, tree, path in zip(texts, trees, committed, strict=True):
+        session.commit(rows, paths)
+        for text, tree, path in zip(texts, trees, paths, strict=True):
             text += [tree.tokens[node] for node in path]
 
 

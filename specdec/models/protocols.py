@@ -1,6 +1,6 @@
-"""What the layers of models say to one another: how a model runs, its sessions, and what their users see of a model.
+"""Interfaces between the layers of this folder: how a model runs, its sessions, and a model's attributes.
 
-`ModelSpec` has what caches, backends and probes use of a model, without the class that has it.
+`ModelSpec` has the attributes of a model that caches, backends and probes use, without importing the class.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Capability:
     `positions`: an argument of the forward, looked up by a wrapper, or left to the model ("native"). `inputs`: token
     ids, or embeddings for heads. `masks`: one mask for all layers, or a dict by layer kind (`kinds`). `chunks`: whether
     one pass takes several more tokens of a text. `boundary`: the length of text where rotary scaling changes; each node
-    then has its own span (`rotary`). `cache_reset_length`: the length beyond which the library drops its cache, once,
+    then has a span (`hf.positions`). `cache_reset_length`: the length beyond which the library drops its cache, once,
     and reads the text again. `padding`: the padding id after which positions count, and which is the position of each
     padding token; None where they count from 0 (`places`). `records`: passes may be recorded, and repeated for other
     tokens. `reason`: why, for errors and reports.
@@ -88,8 +88,7 @@ class Session(ABC):
     `add` and `fork` return a row's number, which never changes. A row holds a text and, after its end, *pending
     branches*: a tree of nodes that may become text (beams). With a `cache_reset_length` a text that grows beyond it
     must be read again from its beginning: no node of a pass may lie beyond that length while the text does not.
-    `keeps_prefixes`: whether `keep_prefix` and `read_from` work; `draft_chains`: whether `draft_chain` may return
-    chains.
+    `keeps_prefixes`: whether `keep_prefix` and `read_from` work; `draft_chains`: whether `draft_chain` may work.
     """
 
     cache_reset_length: int | None
@@ -135,7 +134,7 @@ class Session(ABC):
     ) -> list[Logits]:
         """One pass over the new nodes of these rows, several where the model cannot run all in one; commits nothing.
 
-        `hidden`: hidden states of all layers are returned, or those of these numbers, as transformers counts. Rows
+        `hidden`: True to return the hidden states of all layers, or the numbers of layers, as transformers counts. Rows
         without a work, and works without new nodes, cost nothing.
         """
 
@@ -172,7 +171,7 @@ class Session(ABC):
 
     @abstractmethod
     def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
-        """Cuts texts to `lengths[i]` tokens, and drops the branches of those that were longer."""
+        """Cuts texts to `lengths[i]` tokens, and drops the branches of texts that were longer."""
 
 
 class ModelSpec(Protocol):
@@ -192,7 +191,7 @@ class ModelSpec(Protocol):
     is_encoder_decoder: bool
     is_strict: bool
     is_owned: bool
-    sees: bool
+    reads_media: bool
 
     @property
     def decoder(self) -> Any: ...
@@ -212,7 +211,7 @@ class ModelSpec(Protocol):
     def weight_bytes(self) -> int: ...
     def load_media_modules(self) -> Any: ...
     def session(self) -> Session: ...
-    def projected(self, encoding: Encoding) -> list[tuple[Tensor, Tensor]]: ...
+    def project(self, encoding: Encoding) -> list[tuple[Tensor, Tensor]]: ...
     def check_attentions(self, *, drafted: bool = False, branched: bool = False) -> None: ...
-    def looked_up(self, query: Tensor, key: Tensor) -> AbstractContextManager[None]: ...
-    def scaled(self, spans: Tensor | None) -> AbstractContextManager[None]: ...
+    def lookup(self, query: Tensor, key: Tensor) -> AbstractContextManager[None]: ...
+    def scaling(self, spans: Tensor | None) -> AbstractContextManager[None]: ...

@@ -31,16 +31,16 @@ class ModelDraft(Draft):
     """Drafts with a smaller language model (Leviathan et al., arXiv 2211.17192, section 2.1).
 
     An encoder-decoder draft with `shared_encoder` reads the target's encoder output; without, it encodes the inputs of
-    the sequence's task itself. A decoder-only draft reads the decoder's tokens alone; one that `sees`, also the task's
-    pictures.
+    the sequence's task itself. A decoder-only draft reads the decoder's tokens alone; one that `reads_media` also reads
+    the task's pictures.
     """
 
     guesses_trees = True
 
     def __init__(
-        self, model: LanguageModel, *, source: str = "model", shared_encoder: bool = False, sees: bool = False
+        self, model: LanguageModel, *, source: str = "model", shared_encoder: bool = False, reads_media: bool = False
     ) -> None:
-        self.model, self.sees = model, sees
+        self.model, self.reads_media = model, reads_media
         self.models = (model,)
         self.source = source
         self.shared_encoder = shared_encoder
@@ -50,7 +50,9 @@ class ModelDraft(Draft):
         return f"ModelDraft({self.model!r})"
 
     def start(self, vocab_size: int) -> Proposer:
-        return ModelProposer(self.model, vocab_size, self.source, shared_encoder=self.shared_encoder, sees=self.sees)
+        return ModelProposer(
+            self.model, vocab_size, self.source, shared_encoder=self.shared_encoder, reads_media=self.reads_media
+        )
 
 
 class GrowingProposer(Proposer):
@@ -153,10 +155,10 @@ class ModelProposer(GrowingProposer):
     keeps_guesses = True
 
     def __init__(
-        self, model: Any, vocab_size: int, source: str, *, shared_encoder: bool = False, sees: bool = False
+        self, model: Any, vocab_size: int, source: str, *, shared_encoder: bool = False, reads_media: bool = False
     ) -> None:
         super().__init__(model, vocab_size, source)
-        self._session, self._shared_encoder, self._sees = model.session(), shared_encoder, sees
+        self._session, self._shared_encoder, self._reads_media = model.session(), shared_encoder, reads_media
         self._cached: dict[int, CachedText] = {}
         self._chosen: dict[int, Reader] | None = None  # for this round
         # by id(inputs); the inputs are kept alive, so that the id stays theirs
@@ -200,7 +202,7 @@ class ModelProposer(GrowingProposer):
 
     def fork(self, seq: SequenceView, source: int | SavedState, length: int) -> int:
         """Copies keys and values, pictures of the prompt all or none."""
-        pictures = seq.task.pictures if self._sees else None
+        pictures = seq.task.pictures if self._reads_media else None
         with self._kept_whole():
             if isinstance(source, SavedState):
                 count = min(length, source.length)
@@ -290,7 +292,7 @@ class ModelProposer(GrowingProposer):
     def _unseen(self, seq: SequenceView) -> Pictures | None:
         """The sequence's pictures, if the draft sees and has not read them."""
         cached = self._cached.get(seq.id)
-        return seq.task.pictures if self._sees and (cached is None or not cached.num_text) else None
+        return seq.task.pictures if self._reads_media and (cached is None or not cached.num_text) else None
 
     def _row(self, seq: SequenceView) -> CachedText:
         """What the cache holds of a sequence; a new one gets an empty row."""

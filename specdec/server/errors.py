@@ -93,7 +93,7 @@ _FIELD_NAMES = {
 }
 
 
-def _first_named(message: str) -> str | None:
+def _first_name(message: str) -> str | None:
     """The first name in back-ticks; None without one."""
     match = re.search(r"`(\w+)", message)
     return match[1] if match else None
@@ -120,7 +120,7 @@ def as_api_error(error: BaseException) -> ApiError:
         message = str(error)
         for option, field in _FIELD_NAMES.items():
             message = message.replace(option, field)
-        return ApiError(400, message, param=_first_named(message), code="invalid_value")
+        return ApiError(400, message, param=_first_name(message), code="invalid_value")
     if isinstance(error, MemoryError | torch.OutOfMemoryError) or "out of memory" in str(error).lower():
         return unavailable("out of memory for this request: ask for less, or try again later")
     return ApiError(500, "the server failed on this request; its log says why", code="internal_error")
@@ -183,7 +183,7 @@ def invalid(faults: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
     cause = (faults[best].get("ctx") or {}).get("error")
     if isinstance(cause, FieldError):  # its message is about the value at `path`, or about a field of the value
         message, value = str(cause), faults[best].get("input")
-        field = _first_named(message)
+        field = _first_name(message)
         if path and field and isinstance(value, Mapping) and field in value:
             message, field = message.replace(f"`{field}`", f"`{path}.{field}`", 1), f"{path}.{field}"
         elif path:

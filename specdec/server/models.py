@@ -52,8 +52,8 @@ class Host:
         engine = self.model.generator.engine
         rows = [*engine.running, *engine.scheduler.prefilling]
         tokens = sum(row.length for row in rows)
-        budget, token_bytes = engine.memory, engine.model.kv_bytes
-        free = max(budget.limit // token_bytes - tokens, 0) if budget is not None and token_bytes else None
+        memory, token_bytes = engine.memory, engine.model.kv_bytes
+        free = max(memory.limit // token_bytes - tokens, 0) if memory is not None and token_bytes else None
         requests = {"running": self.turns.running, "waiting": self.turns.waiting}
         return {**requests, "kv_tokens_held": tokens, "kv_tokens_free": free}
 

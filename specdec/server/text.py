@@ -194,7 +194,7 @@ class TextModel:
         """
         plain, processor = [message.plain for message in messages], self.generator.processor
         if any(message.pictures for message in messages):
-            if not self.generator.target.sees or processor is None:
+            if not self.generator.target.reads_media or processor is None:
                 raise ApiError(400, f"the model {self.name!r} reads no pictures: leave them out", param="messages")
         elif not self.chats:
             raise ApiError(400, f"the model {self.name!r} has no chat template: use /v1/completions", code="no_chat")

@@ -14,7 +14,7 @@ from specdec import EngineError, SpecGenerator
 from specdec.batch import BatchSpec, Source
 from specdec.batch import run_batch as run_batch
 from specdec.batch.rows import InputRow
-from specdec.batch.run import Worker, _misplaced, failure_of
+from specdec.batch.run import Worker, _warn_misplaced, failure_of
 from specdec.cli.commands import run_command
 from specdec.decoding.noise import fold
 from specdec.options import bundled_models
@@ -157,7 +157,7 @@ def test_fields_that_an_answer_replaces(tmp_path: Path) -> None:
     """A row's own `output` is not lost without a word."""
     source = Source.of(write(tmp_path / "in.jsonl", [{"prompt": "a", "output": "mine"}] * 2))
     with pytest.warns(UserWarning, match="row 1: the answer replaces its field `output`: rename it") as caught:
-        assert len([*_misplaced(source.read("prompt"), BatchSpec("generate", "nowhere"))]) == 2
+        assert len([*_warn_misplaced(source.read("prompt"), BatchSpec("generate", "nowhere"))]) == 2
     assert len(caught) == 1
 
 

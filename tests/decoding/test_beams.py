@@ -156,7 +156,7 @@ def test_beam_sample_draws_without_replacement() -> None:
     first, second = torch.zeros(6), torch.zeros(6)
     runs = 2000
     for address in range(runs):
-        found = beam.drawn(scores, [0.3, -0.3], 4, address * 7919)
+        found = beam.draw_candidates(scores, [0.3, -0.3], 4, address * 7919)
         places = [3 * b + t for b, t in zip(found.parents, found.tokens, strict=True)]
         assert len(set(places)) == 4
         first[places[0]] += 1

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from specdec import CancelledError, EngineError, OptionError, SpecGenerator
-from specdec.decoding.processors.own import OutputPenalty
+from specdec.decoding.processors.builtin import OutputPenalty
 from specdec.models.backends.kv_session import KvSession
 from tests.engine.test_threads import PATIENCE, Jammed, is_clean
 from tests.folders import WIDTH, byte_tokenizer

@@ -34,7 +34,7 @@ def test_its_output_and_projections_are_transformers(options: dict[str, Any], dt
     language = few_calls(tiny("whisper", **options).to(dtype))
     heard = language.encode(inputs)
     assert torch.equal(language.encode({"input_features": inputs["input_features"][1:]}).hidden, heard.hidden[1:])
-    pairs = language.projected(heard)
+    pairs = language.project(heard)
     if dtype == torch.bfloat16:
         assert likeness(heard.hidden, expected) > 0.999
     else:

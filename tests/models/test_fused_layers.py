@@ -18,7 +18,7 @@ from specdec.models.backends.packed_layers import pack_layers, packable_layers
 from specdec.models.backends.ragged_model import RaggedModel
 from specdec.models.hf.tiny_models import SIZES
 from tests.kernels.rounding import to_int4, to_int8
-from tests.tiny import built, tiny, tiny_inputs
+from tests.tiny import random_model, tiny, tiny_inputs
 
 pytestmark = pytest.mark.usefixtures("built")
 WHOLE = ("llama", "qwen2", "qwen3", "mistral", "phi3", "gemma", "gemma2", "gemma3_text", "granite")
@@ -100,7 +100,7 @@ def test_layers_over_an_encoder(dtype: torch.dtype, sizes: dict[str, int]) -> No
 
 def test_other_model_types() -> None:
     """They stay as they are: Ministral scales queries from position 16384 on, which no trial saw, and it was fused."""
-    ministral = built(AutoConfig.for_model("ministral3", **SIZES["mistral"], vocab_size=64, head_dim=8), 0)
+    ministral = random_model(AutoConfig.for_model("ministral3", **SIZES["mistral"], vocab_size=64, head_dim=8), 0)
     for model in (ministral, tiny("olmo"), tiny("smollm3"), tiny("llama", clip_qkv=8.0)):
         assert not fused(LanguageModel(model, backend="packed"))
 

@@ -10,7 +10,7 @@ from accelerate import cpu_offload
 from torch import nn
 
 from specdec import LanguageModel, SpecGenerator
-from specdec.models.hf.patching import overridden
+from specdec.models.hf.patching import override
 from tests.matrix import endless
 from tests.models.test_rotary import DYNAMIC, LONG
 from tests.test_exact import prompt_for
@@ -82,13 +82,13 @@ def test_passes_overlap() -> None:
 
     def longer() -> None:
         seen.append((module(3), module.half(8)))
-        with overridden({(module, "forward"): lambda x: x + 100}):
+        with override({(module, "forward"): lambda x: x + 100}):
             inside.set()
             go_on.wait(30)
             seen.append((module(3), module.half(8)))
 
     thread = threading.Thread(target=longer)
-    with overridden({(module, "forward"): lambda x: -x, (module, "half"): lambda x: 0}):
+    with override({(module, "forward"): lambda x: -x, (module, "half"): lambda x: 0}):
         thread.start()
         inside.wait(30)
         assert (module(3), module.half(8)) == (-3, 0)
@@ -103,8 +103,8 @@ def test_passes_nest() -> None:
     """The inner pass's functions count while it runs, then the outer one's again; a replaced forward comes back."""
     module = Doubling()
     module.forward = own = lambda x: 7  # type: ignore[method-assign, assignment]
-    with overridden({(module, "forward"): lambda x: 1}):
-        with overridden({(module, "forward"): lambda x: 2}):
+    with override({(module, "forward"): lambda x: 1}):
+        with override({(module, "forward"): lambda x: 2}):
             assert module(0) == 2
         assert module(0) == 1
     assert module(0) == 7
@@ -113,6 +113,6 @@ def test_passes_nest() -> None:
 
 def test_replaced_meanwhile() -> None:
     module = Doubling()
-    with overridden({(module, "forward"): lambda x: 1}):
+    with override({(module, "forward"): lambda x: 1}):
         module.forward = later = lambda x: 9  # type: ignore[method-assign, assignment]
     assert vars(module)["forward"] is later

@@ -14,7 +14,7 @@ from transformers import GenerationMixin
 
 from specdec import LanguageModel, OptionError, SpecGenerator, UnsupportedError
 from specdec.models.backends.kv_session import KvSession
-from specdec.models.hf.derived import eyes
+from specdec.models.hf.derived import media_modules
 from tests.heads import changed, eagle_folder
 from tests.matrix import endless, slow, with_kinds
 from tests.oracle import KINDS, contrastive, oracle
@@ -187,12 +187,12 @@ def test_eyes_are_loaded_for_the_first_picture(family: str, backend: str, tmp_pa
     for _ in range(2):
         out = generator.generate(**text, **endless(LENGTH))
         assert new(out.sequences) == new(reference(model, text))
-        assert not eyes(target.model)
+        assert not media_modules(target.model)
         assert type(target.model) is type(model)
     for _ in range(3):
         out = generator.generate(**inputs, **endless(LENGTH))
         assert new(out.sequences) == new(expected(family))
-    assert eyes(target.model).keys() == eyes(model).keys()
+    assert media_modules(target.model).keys() == media_modules(model).keys()
     assert target.weight_bytes <= sum(weight.nbytes for weight in model.get_decoder().parameters()) * 2
     longer = prompt(family, BEGINNING, 0, [*ENDING, *range(20, 40)])
     generator.generate(**longer, **endless(LENGTH))

@@ -65,7 +65,7 @@ def test_known_families_hold(name: str, folder: Path) -> None:
 def test_where_tiny_models_do_not_run(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """None is built, or it runs otherwise: the model itself is probed, and the next process tries again."""
     right = LanguageModel(tiny(name)).capability
-    monkeypatch.setattr(probe_cache, "_found", {})
+    monkeypatch.setattr(probe_cache, "_results", {})
     shutil.rmtree(folder)
     monkeypatch.setattr(probe, "tiny_model", lambda *_, **__: {}["no such option"])
     found = LanguageModel(tiny(name)).capability
@@ -111,9 +111,9 @@ def test_remembered_in_the_process() -> None:
 def test_remembered_on_disk(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another process believes the folder where the releases are the same, and adds to it otherwise."""
     probe_cache.holds("this", passes)
-    monkeypatch.setattr(probe_cache, "_found", {})
+    monkeypatch.setattr(probe_cache, "_results", {})
     assert probe_cache.holds("this", never) is True
-    monkeypatch.setattr(probe_cache, "_found", {})
+    monkeypatch.setattr(probe_cache, "_results", {})
     monkeypatch.setattr(torch, "__version__", "99.0")
     trial = Mock(return_value=True)
     assert probe_cache.holds("this", trial) is True

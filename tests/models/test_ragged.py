@@ -136,7 +136,7 @@ def test_a_shallow_copy_of_a_running_model() -> None:
     """A twin that is made while passes run looks its own positions up. (It kept what stood in for those passes.)"""
     language = LanguageModel(tiny("bart"), backend="eager")
     embed = language.decoder.embed_positions
-    with language.looked_up(torch.tensor([[3]]), torch.tensor([[3]])):
+    with language.lookup(torch.tensor([[3]]), torch.tensor([[3]])):
         other = shallow_copy(language.model).get_decoder().embed_positions
         assert "forward" in vars(embed)
         assert "forward" not in vars(other)

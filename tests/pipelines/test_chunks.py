@@ -1,4 +1,4 @@
-"""Long text in pieces: whole sentences, within the budget, nothing lost."""
+"""Long text in pieces: whole sentences, within the limit, nothing lost."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdec.errors import OptionError
-from specdec.pipelines.summaries.chunks import chunked, sentences, whole_sentences
+from specdec.pipelines.summaries.chunks import cut_text, sentences, whole_sentences
 
 SPLITS = [
     ("One. Two! Three? Four", ["One. ", "Two! ", "Three? ", "Four"]),
@@ -51,20 +51,20 @@ def test_sentences(text: str, expected: list[str]) -> None:
 
 @given(st.text(alphabet="aB.!? \n。\"'é\U0001f600", max_size=80), st.integers(4, 40), st.booleans())
 @settings(max_examples=300, deadline=None)
-def test_nothing_is_lost_and_everything_fits(text: str, budget: int, even: bool) -> None:
-    """Sentences are the text again; pieces have all its words in order, each within the budget."""
+def test_nothing_is_lost_and_everything_fits(text: str, limit: int, even: bool) -> None:
+    """Sentences are the text again; pieces have all its words in order, each within the limit."""
     assert "".join(sentences(text)) == text
-    pieces = chunked(text, budget, letters, even=even)
+    pieces = cut_text(text, limit, letters, even=even)
     assert "".join("".join(pieces).split()) == "".join(text.split())
-    assert max(letters(pieces)) <= budget
+    assert max(letters(pieces)) <= limit
     assert all(pieces) or not text.strip()
 
 
 def test_sentences_stay_whole() -> None:
     """Every piece ends with a sentence, and there are no more pieces than filling one after the other needs."""
     text = " ".join(f"This is the sentence with number {i}." for i in range(40))
-    for budget in (60, 100, 333):
-        filled, even = (chunked(text, budget, letters, even=even) for even in (False, True))
+    for limit in (60, 100, 333):
+        filled, even = (cut_text(text, limit, letters, even=even) for even in (False, True))
         assert all(piece.endswith(".") and piece.startswith("This") for piece in filled + even)
         assert len(filled) == len(even) > 1
         assert max(map(len, even)) - min(map(len, even)) <= max(map(len, filled)) - min(map(len, filled))
@@ -73,16 +73,16 @@ def test_sentences_stay_whole() -> None:
 def test_the_last_piece_is_no_scrap() -> None:
     """Seven sentences where six fit are three and four, unless the first piece is to be filled."""
     text = " ".join(["Abcdefgh."] * 7)
-    assert [piece.count(".") for piece in chunked(text, 62, letters)] == [3, 4]
-    assert [piece.count(".") for piece in chunked(text, 62, letters, even=False)] == [6, 1]
+    assert [piece.count(".") for piece in cut_text(text, 62, letters)] == [3, 4]
+    assert [piece.count(".") for piece in cut_text(text, 62, letters, even=False)] == [6, 1]
 
 
 def test_a_sentence_that_is_too_long() -> None:
     """It is cut at spaces, its neighbours are not; a word that is too long is cut inside."""
     long = " ".join(["word"] * 30) + "."
-    pieces = chunked(f"Before it. {long} After it.", 50, letters)
+    pieces = cut_text(f"Before it. {long} After it.", 50, letters)
     assert set(" ".join(pieces).replace(".", "").split()) == {"Before", "it", "word", "After"}
-    assert "".join(chunked("x" * 1000, 50, letters)) == "x" * 1000
+    assert "".join(cut_text("x" * 1000, 50, letters)) == "x" * 1000
 
 
 def test_pieces_that_are_longer_together() -> None:
@@ -92,7 +92,7 @@ def test_pieces_that_are_longer_together() -> None:
         return [len(text) + 5 * text.count(". ") for text in texts]
 
     text = " ".join(["abcd."] * 50)
-    pieces = chunked(text, 40, lambda texts: [n - 5 * t.endswith(" ") for n, t in zip(dear(texts), texts, strict=True)])
+    pieces = cut_text(text, 40, lambda all_: [n - 5 * t.endswith(" ") for n, t in zip(dear(all_), all_, strict=True)])
     assert max(dear(pieces)) <= 40
     assert " ".join(pieces) == text
 
@@ -100,6 +100,6 @@ def test_pieces_that_are_longer_together() -> None:
 def test_no_room() -> None:
     """What is put around a text may leave no room, or less than a character takes."""
     with pytest.raises(OptionError, match="5 tokens leave no room for text, since the template takes 6"):
-        chunked("some text", 5, lambda texts: [len(t) + 6 for t in texts])
+        cut_text("some text", 5, lambda texts: [len(t) + 6 for t in texts])
     with pytest.raises(OptionError, match="a single character takes 4"):
-        chunked("\U0001f600\U0001f600", 3, lambda texts: [len(t.encode()) for t in texts])
+        cut_text("\U0001f600\U0001f600", 3, lambda texts: [len(t.encode()) for t in texts])

@@ -9,7 +9,7 @@ from specdec import SpecGenerator
 from specdec.decoding.noise import fold
 from specdec.errors import OptionError, SpecdecError
 from specdec.pipelines import Summarizer
-from specdec.pipelines.summaries.chunks import chunked, whole_sentences
+from specdec.pipelines.summaries.chunks import cut_text, whole_sentences
 from tests.pipelines.models import CHAT, FAMILIES, NEW, UNPRINTABLE, model, tokenizer, written
 from tests.tiny import silent
 
@@ -167,7 +167,7 @@ def test_long_texts(family: str) -> None:
         lengths.append(len(new))
         return words.decode(new, skip_special_tokens=True)
 
-    pieces = chunked(LONG, 150, lambda texts: [len(words(f"s: {t}")["input_ids"]) for t in texts])
+    pieces = cut_text(LONG, 150, lambda texts: [len(words(f"s: {t}")["input_ids"]) for t in texts])
     assert len(pieces) > 3
     assert all(piece.endswith(".") for piece in pieces)
     last = read(" ".join(whole_sentences(read(piece).strip()) for piece in pieces))
@@ -256,7 +256,7 @@ def test_truncation() -> None:
     text = " ".join([LONG] * 3)
     found = summarize.summarize([text], truncation=True, max_new_tokens=NEW).documents[0]
     template = summarize.template.replace("{words}", "7")
-    first = chunked(text, 512 - NEW, lambda ts: [len(template) - 6 + len(t) for t in ts], even=False)[0]
+    first = cut_text(text, 512 - NEW, lambda ts: [len(template) - 6 + len(t) for t in ts], even=False)[0]
     new = written(target, words(template.replace("{text}", first))["input_ids"], max_new_tokens=NEW)
     assert (found.parts, found.texts) == ([1], [words.decode(new, skip_special_tokens=True)])
 

@@ -15,7 +15,7 @@ from specdec.core.drafts import Commit, Draft, DraftTask, Proposer, Sampler, Seq
 from specdec.core.tree import Tree
 from specdec.core.work import Logits, Work
 from specdec.decoding.processors import Processors, Timestamps, Top
-from specdec.decoding.processors.own import MinLength, Suppress, SuppressAtBegin
+from specdec.decoding.processors.builtin import MinLength, Suppress, SuppressAtBegin
 from specdec.decoding.samplers import CoupledSampler, DrawnSampler, GreedySampler
 from specdec.models.protocols import Session
 from specdec.proposers.views import ReadSequence

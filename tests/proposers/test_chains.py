@@ -17,7 +17,7 @@ from specdec.core.drafts import Chained, Choice, Filter, Proposer
 from specdec.core.tree import Tree
 from specdec.decoding import noise
 from specdec.decoding.processors import Processors, Timestamps, Top
-from specdec.decoding.processors.own import MinLength, OutputPenalty, Suppress, SuppressAtBegin
+from specdec.decoding.processors.builtin import MinLength, OutputPenalty, Suppress, SuppressAtBegin
 from specdec.decoding.samplers import CoupledSampler, DrawnSampler, GreedySampler
 from specdec.models import LanguageModel
 from specdec.models.backends.kv_session import KvSession

@@ -13,7 +13,7 @@ from specdec import SpecGenerator, kernels
 from specdec.errors import DraftError, OptionError, UnsupportedError
 from specdec.models import LanguageModel
 from specdec.models.backends.kv_session import KvSession
-from specdec.models.hf.tiny_models import SIZES, built
+from specdec.models.hf.tiny_models import SIZES, random_model
 from specdec.models.loading import lighten
 from specdec.proposers import EarlyExitDraft, HybridDraft, QuantizedDraft, SuffixDraft
 from specdec.proposers.self_drafts import SelfProposer
@@ -206,7 +206,7 @@ def test_layers_of_different_widths() -> None:
     none = dict.fromkeys(["hidden_size_per_layer_input", "vocab_size_per_layer_input", "num_kv_shared_layers"], 0)
     sizes = {**SIZES["llama"], "head_dim": 8, "global_head_dim": 16, "vocab_size": 64, **none}
     layers = ["sliding_attention", "full_attention"]
-    model = built(AutoConfig.for_model("gemma4_text", **sizes, layer_types=layers))
+    model = random_model(AutoConfig.for_model("gemma4_text", **sizes, layer_types=layers))
     out = SpecGenerator(model, "early_exit:1", schedule="constant").generate(PROMPTS, **endless(12))
     assert out.sequences.tolist() == SpecGenerator(model).generate(PROMPTS, **endless(12)).sequences.tolist()
     assert out.stats.num_draft_tokens > 0

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Auto(Cost):
-    """`cost`, whose chains are at most as long as those of `heuristic` until the seconds of passes were measured.
+    """`cost`, with chains at most as long as `heuristic`'s until the seconds of passes were measured.
 
     A bound by `heuristic` from then on was measured too: it loses 3 to 5% where drafting pays
     (`benchmarks/schedules.py`).

@@ -9,7 +9,7 @@ _LONGEST_DEAR = 1024  # the most after a slow try, which may have been a stall
 _LOOK = 0.005  # the share of the time without a draft that tries may take, reading the text included
 _REST = 8  # one round in so many of a pause is measured
 _MOST_LOST = 3  # plain rounds' seconds that drafting may lose before it is suspended
-_MOST_WON = 12  # plain rounds' seconds of gains that offset later losses: texts have easy parts and hard ones
+_MOST_WON = 12  # plain rounds' seconds: greater gains offset no later losses, as texts have easy parts and hard ones
 _SUSPENSION = (64, 512)  # plain rounds that a suspension lasts: the first, and at most
 
 
@@ -17,12 +17,12 @@ class Pause(NamedTuple):
     """The time without a draft, until `waited` reaches `length`: in plain rounds as they were when it began.
 
     A plain round took `unit` seconds when the pause began. A longer one counts as several, so that drafting is tried
-    sooner, a shorter one as one. `rounds` of it so far. `reading`: seconds of drafts since the last try, of reading and
-    of that try.
+    sooner, a shorter one as one. `rounds`: rounds of the pause so far. `reading`: seconds of drafts since the last try,
+    for reading texts and for the try.
 
     Predictions may be wrong, so drafting is also judged by its results. `lost`: the seconds, in plain rounds, that
-    drafting took beyond those of its tokens without it, less than 0 after gains; above a bound drafting is suspended,
-    whatever is predicted. `suspension`: the plain rounds that the next one lasts.
+    drafting took beyond the seconds of its tokens without it, less than 0 after gains; above a bound drafting is
+    suspended, whatever is predicted. `suspension`: the plain rounds that the next one lasts.
     """
 
     length: float = 0.0

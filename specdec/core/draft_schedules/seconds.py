@@ -109,9 +109,9 @@ class Seconds(NamedTuple):
             changes["drafts"] = self._replace(drafts=drafts)._drafts_with(round)
             # Sequences of other requests count where the same source proposed for them.
             changes["drafting_seqs"] = sum(seq.depth > 0 and seq.source in sources for seq in round.others)
-        if own_levels := sum(seq.depth for seq in round.seqs):
-            own_nodes = sum(seq.drafted for seq in round.seqs)
-            changes["level_nodes"] = _fading(self.level_nodes, own_nodes / own_levels)
+        if levels := sum(seq.depth for seq in round.seqs):
+            nodes = sum(seq.drafted for seq in round.seqs)
+            changes["level_nodes"] = _fading(self.level_nodes, nodes / levels)
         return self._replace(**changes)
 
     def after_reading(self, round: Round) -> Seconds:

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 
 class Grammar:
-    """A logits processor that allows the tokens of a form, from the first token on; for prompts it is copied.
+    """A logits processor that allows the tokens of a form, from the first token on; every prompt has a copy.
 
-    `follows`: tokens that the form follows, where anything may stand before them.
-    Every row of a prompt has a matcher, which advances and rolls back with its text.
+    `follows`: the form begins after these tokens, and anything may stand before them. Every row of a prompt has a
+    matcher, which advances and rolls back with the row's text.
     """
 
     pure = True  # a function of ids and logits
@@ -46,68 +46,68 @@ class Grammar:
         self.follows: Sequence[int] = ()
 
     def copy(self, begin: int, rows: int) -> Grammar:
-        """The same for all `rows` of a prompt of `begin` tokens; this one must not have been called."""
-        made = copy(self)
-        made._begin = begin
-        made._matchers = [_Follower(self._matchers[0].matcher.deep_copy()) for _ in range(rows)]
-        return made
+        """A copy for all `rows` of a prompt of `begin` tokens; the grammar itself must not have been called."""
+        grammar = copy(self)
+        grammar._begin = begin
+        grammar._matchers = [_Follower(self._matchers[0].matcher.deep_copy()) for _ in range(rows)]
+        return grammar
 
     def __call__(self, ids: Tensor, logits: Tensor) -> Tensor:
         """`logits` `[n, vocab]` after `ids` `[n, length]`, -inf for forbidden tokens.
 
         Raises OptionError for a form that no text fits, or that takes llguidance too much to follow.
         """
-        allowed = torch.stack([self._mask(self._formed(text.tolist()), logits.shape[1]) for text in ids])
+        allowed = torch.stack([self._mask(self._form_part(text.tolist()), logits.shape[1]) for text in ids])
         return logits.masked_fill(~allowed, -torch.inf)
 
     def allowed(self, text: Sequence[int], tokens: Sequence[int]) -> int:
         """How many of `tokens` may follow `text`, prompt included."""
-        before, whole = self._formed(text), self._formed([*text, *tokens])
+        before, whole = self._form_part(text), self._form_part([*text, *tokens])
         if whole is None:
             return len(tokens)
         matcher, free = self._at(before or []), len(tokens) + len(before or ()) - len(whole)
         return free + (0 if matcher is None else matcher.validate_tokens(list(tokens[free:])))
 
     def forced(self, text: Sequence[int]) -> list[int]:
-        """The tokens that write what alone may follow `text`, before one that could also write more than that."""
-        formed = self._formed(text)
-        matcher = None if formed is None else self._at(formed)
+        """The tokens that must follow `text`, without a last token that a longer one could replace."""
+        part = self._form_part(text)
+        matcher = None if part is None else self._at(part)
         return [] if matcher is None or matcher.is_stopped() else list(matcher.compute_ff_tokens())
 
-    def _formed(self, text: Sequence[int]) -> list[int] | None:
+    def _form_part(self, text: Sequence[int]) -> list[int] | None:
         """The part of a text that has the form; None before it begins."""
         written = list(text[self._begin :])
         start = place_after(written, self.follows)
         return None if start is None else written[start:]
 
-    def _mask(self, written: list[int] | None, width: int) -> Tensor:
+    def _mask(self, ids: list[int] | None, width: int) -> Tensor:
         """The allowed next tokens `[width]`; only end-of-sequence after a complete or a wrong text."""
-        if written is None:
+        if ids is None:
             return torch.ones(width, dtype=torch.bool)
         allowed = torch.zeros(width, dtype=torch.bool)
-        matcher = self._at(written)
+        matcher = self._at(ids)
         if matcher is None or matcher.is_stopped():
             allowed[self._ends[self._ends < width]] = True
             return allowed
         bits = torch.frombuffer(bytearray(matcher.compute_bitmask()), dtype=torch.uint8)
-        self._sound(matcher)  # a failed one allows the end
+        self._check(matcher)  # a failed matcher allows the end
         flat = ((bits[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1).flatten()[:width]
         allowed[: len(flat)] = flat.bool()
         return allowed
 
-    def _at(self, written: list[int]) -> LLMatcher | None:
-        """A matcher that has read `written`; None where that violates the form, as drafts may."""
-        best = max(self._matchers, key=lambda one: (common_length(one.read, written), -len(one.read)))
-        kept = common_length(best.read, written)
-        if kept < len(best.read):
-            best.matcher.rollback(len(best.read) - kept)
-            del best.read[kept:]
-        count = best.matcher.try_consume_tokens(written[kept:])
-        best.read += written[kept : kept + count]
-        matcher = self._sound(best.matcher)
-        return matcher if len(best.read) == len(written) else None
+    def _at(self, ids: list[int]) -> LLMatcher | None:
+        """A matcher that has read `ids`; None if they violate the form, as a draft's guesses may."""
+        best = max(self._matchers, key=lambda follower: (common_length(follower.read, ids), -len(follower.read)))
+        num_read = common_length(best.read, ids)
+        if num_read < len(best.read):
+            best.matcher.rollback(len(best.read) - num_read)
+            del best.read[num_read:]
+        count = best.matcher.try_consume_tokens(ids[num_read:])
+        best.read += ids[num_read : num_read + count]
+        matcher = self._check(best.matcher)
+        return matcher if len(best.read) == len(ids) else None
 
-    def _sound(self, matcher: LLMatcher) -> LLMatcher:
+    def _check(self, matcher: LLMatcher) -> LLMatcher:
         """The matcher; raises OptionError where it failed, as it then ends every text."""
         if matcher.is_error():
             reason = matcher.get_error().partition("\n")[0]
@@ -124,7 +124,7 @@ class _Follower:
 
 
 class Grammars:
-    """Makes grammars over vocabularies of `width` tokens, the last two of which it keeps."""
+    """Makes grammars over vocabularies of `width` tokens, and caches the last two vocabularies."""
 
     def __init__(self, width: int) -> None:
         self._width, self._lock = width, Lock()

@@ -18,7 +18,7 @@ from transformers.generation.logits_process import UnbatchedClassifierFreeGuidan
 
 from specdec.core.drafts import Filter
 from specdec.decoding.processors import table
-from specdec.decoding.processors.own import MinLength, MinNewTokens, Suppress, SuppressAtBegin, Timestamps
+from specdec.decoding.processors.builtin import MinLength, MinNewTokens, Suppress, SuppressAtBegin, Timestamps
 from specdec.decoding.processors.table import ProcessorSetup
 from specdec.decoding.processors.warpers import Top
 from specdec.errors import OptionError
@@ -46,14 +46,14 @@ class Processors:
         if not self.pure and scores.data_ptr() == logits.data_ptr():
             scores = scores.clone()  # a user's processor may write in place
         for item in self.items:
-            made = item(ids, scores)
-            if not isinstance(made, Tensor) or made.shape != scores.shape:
-                got = f"shape {list(made.shape)}" if isinstance(made, Tensor) else type(made).__name__
+            result = item(ids, scores)
+            if not isinstance(result, Tensor) or result.shape != scores.shape:
+                got = f"shape {list(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
                 raise OptionError(
                     f"`logits_processor` {getattr(item, '__name__', type(item).__name__)} must return scores of shape "
                     f"{list(scores.shape)}, the shape of its input, got {got}: correct its return value"
                 )
-            scores = made
+            scores = result
         return scores
 
     @cached_property
@@ -67,76 +67,76 @@ class Processors:
         return all(map(_is_pure, self.items))
 
     def in_numbers(self, text: list[int]) -> list[Filter] | None:
-        """All filters after a text; None if a processor has no numeric form; no subclass has one."""
-        found: list[Filter] = []
+        """All filters after a text; None if a processor has no numeric form, as no subclass has."""
+        numbers: list[Filter] = []
         for item in self.items:
             kind = _KINDS.get(type(item))
             filters = None if kind is None else kind(item, text)
             if filters is None:
                 return None
-            found += filters
-        return found
+            numbers += filters
+        return numbers
 
     @cached_property
     def drafting(self) -> Processors:
-        """Those that are applied to draft logits: the pure ones, never a user's code."""
+        """The processors for draft logits: the pure ones, never a user's code."""
         return Processors(tuple(filter(_is_pure, self.items)))
 
 
-def build_processors(options: Any, *, extra: Sequence[Any] = (), **given: Any) -> Processors:
-    """The processors of one row, of which `given` are the other fields of `ProcessorSetup`; guidance is not made here.
+def build_processors(options: Any, *, extra: Sequence[Any] = (), **fields: Any) -> Processors:
+    """The processors of one row, without guidance; `fields`: the other fields of `ProcessorSetup`.
 
-    `extra`: the user's processors; one of a kind that the options make replaces it, others follow, before the warpers.
-    Raises `OptionError` for a value that its processor rejects, and for a processor that needs more than ids and
-    logits.
+    `extra`: the user's processors. Each replaces the processor of its kind that the options make, or else comes after
+    those processors, before the warpers. Raises `OptionError` for a value that its processor rejects, and for a
+    processor that needs more than ids and logits.
     """
-    setup = ProcessorSetup(options=options, **given)
+    setup = ProcessorSetup(options=options, **fields)
     if setup.encoder_ids is not None and bool((setup.encoder_ids < 0).any()):
         setup = replace(setup, encoder_ids=None)
     _check(options, extra)
-    items = _merge(table.build_listed(table.PROCESSORS, setup), extra)
+    items = _merge(table.build_entries(table.PROCESSORS, setup), extra)
     if getattr(options, "do_sample", None):
-        items += table.build_listed(table.WARPERS, setup)
-    return Processors(tuple(items + table.build_listed(table.LAST, setup)))
+        items += table.build_entries(table.WARPERS, setup)
+    return Processors(tuple(items + table.build_entries(table.LAST, setup)))
 
 
 def _is_pure(item: Any) -> bool:
-    """Whether it is known to be a function of ids and logits, or its own class has `pure = True`."""
+    """Whether a processor is known to be a function of ids and logits, or its class itself has `pure = True`."""
     return type(item) in table.PURE or vars(type(item)).get("pure") is True
 
 
-def _merge(made: list[Any], extra: Sequence[Any]) -> list[Any]:
-    """`made`, with the user's processors in place of those of their kind, and the rest of `extra` after them."""
-    kinds = [getattr(item, "stands_for", type(item)) for item in made]
-    merged = [next((own for own in extra if type(own) is kind), item) for kind, item in zip(kinds, made, strict=True)]
-    for own in extra:
-        if not any(own is item for item in merged):
-            merged.append(own)
+def _merge(items: list[Any], extra: Sequence[Any]) -> list[Any]:
+    """`items`; a user's processor replaces the item of its kind, and the other ones of `extra` follow."""
+    by_kind = {type(item): item for item in reversed(extra)}
+    merged = [by_kind.get(getattr(item, "stands_for", type(item)), item) for item in items]
+    for item in extra:
+        if not any(item is other for other in merged):
+            merged.append(item)
     return merged
 
 
 def _check(options: Any, extra: Sequence[Any]) -> None:
     """Raises for a user's processor that cannot be called with ids and logits, or would apply guidance twice."""
-    for own in extra:
-        if not callable(own):
-            raise OptionError.of("logits_processor", "callables of (ids, logits)", own)
+    for item in extra:
+        if not callable(item):
+            raise OptionError.of("logits_processor", "callables of (ids, logits)", item)
         parameters: Any = ()
-        with suppress(ValueError):  # of a builtin that has no signature
-            parameters = inspect.signature(own).parameters.values()
-        needed = [
+        with suppress(ValueError):  # a builtin may have no signature
+            parameters = inspect.signature(item).parameters.values()
+        required = [
             parameter.name
             for parameter in parameters
             if parameter.default is parameter.empty
             and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
         ]
-        if len(needed) > 2:
-            raise OptionError.of("logits_processor", "callables of (ids, logits)", own, f"bind {needed[2:]} first")
+        if len(required) > 2:
+            raise OptionError.of("logits_processor", "callables of (ids, logits)", item, f"bind {required[2:]} first")
         guides = getattr(options, "guidance_scale", None) not in (None, 1)
-        if guides and type(own) is UnbatchedClassifierFreeGuidanceLogitsProcessor:
+        if guides and type(item) is UnbatchedClassifierFreeGuidanceLogitsProcessor:
             raise OptionError("`guidance_scale` and a guidance processor in `logits_processor` contradict: pass one")
 
 
-def _suppressed(item: Suppress, text: Text) -> list[Filter]:
+def _suppression(item: Suppress, text: Text) -> list[Filter]:
     first, end = item.acts_on(len(text))
     return [Filter("suppress", (first, end, *(token for token in item.tokens if token >= 0)))] if end > 0 else []
 
@@ -150,17 +150,17 @@ def _repetition(item: stock.RepetitionPenaltyLogitsProcessor, text: Text) -> lis
 def _timestamps(item: Timestamps, text: Text) -> list[Filter] | None:
     if item.begin > len(text):
         return None
-    generated = text[item.begin :]
+    output = text[item.begin :]
     initial = -1 if item.most_initial is None else item.most_initial
-    how = item.first, item.end, initial, item.by_probability, item.newest(generated)
-    return [Filter("timestamps", (*how, *generated[-2:]))]
+    rules = item.first, item.end, initial, item.by_probability, item.newest(output)
+    return [Filter("timestamps", (*rules, *output[-2:]))]
 
 
 _KINDS: dict[type, Callable[[Any, Text], list[Filter] | None]] = {
-    Suppress: _suppressed,
-    SuppressAtBegin: _suppressed,
-    MinLength: _suppressed,
-    MinNewTokens: _suppressed,
+    Suppress: _suppression,
+    SuppressAtBegin: _suppression,
+    MinLength: _suppression,
+    MinNewTokens: _suppression,
     stock.RepetitionPenaltyLogitsProcessor: _repetition,
     stock.TemperatureLogitsWarper: lambda item, text: [Filter("temperature", (item.temperature,))],
     Top: lambda item, text: [Filter("top", (item.k, item.p, item.min_tokens_to_keep))],

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers.generation import logits_process as stock
 
-from specdec.decoding.processors.own import (
+from specdec.decoding.processors.builtin import (
     EncoderNgrams,
     EncoderPenalty,
     MinLength,
@@ -32,12 +32,12 @@ _COLDEST = 1e-30  # a logit divided by less may be infinite
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessorSetup:
-    """One row, as arguments of processors depend on it; `options`: an object with `GenerationConfig`'s attribute names.
+    """What a row's processors depend on; `options`: an object with `GenerationConfig`'s attribute names.
 
     `prompt_length` includes `padding` tokens on the left, which the row's ids lack: lengths mean the same as in
     transformers for the padded row. `encoder_ids` `[1, n]`: the encoder's input (or a decoder-only model's prompt).
-    `row`: the batch index for `prefix_allowed_tokens_fn`. `vocab_size`: the width that a watermark divides. `width`: of
-    the logits, which an encoder's ids may exceed.
+    `row`: the batch index for `prefix_allowed_tokens_fn`. `vocab_size`: the width that a watermark divides. `width`:
+    the number of logits, which an encoder's ids may exceed.
     """
 
     options: Any
@@ -51,8 +51,8 @@ class ProcessorSetup:
     width: float = math.inf
 
     @property
-    def own_length(self) -> int:
-        """The prompt's tokens in the row's ids."""
+    def unpadded_length(self) -> int:
+        """The prompt's length in tokens, without padding."""
         return self.prompt_length - self.padding
 
     @property
@@ -85,12 +85,12 @@ def _warm(temperature: Any) -> Any:
 def _exponential_decay(r: ProcessorSetup, penalty: Any) -> Arguments:
     if r.eos is None:
         raise OptionError("`exponential_decay_length_penalty` needs an `eos_token_id` to act on, and there is none")
-    return penalty, r.eos, r.own_length
+    return penalty, r.eos, r.unpadded_length
 
 
 def _begin_suppress(r: ProcessorSetup, tokens: Any) -> Arguments:
-    forced = r.prompt_length <= 1 and r.options.forced_bos_token_id is not None
-    return tokens, r.own_length + forced
+    offset = r.prompt_length <= 1 and r.options.forced_bos_token_id is not None
+    return tokens, r.unpadded_length + offset
 
 
 def _cutoff(r: ProcessorSetup, value: float) -> Arguments:
@@ -98,7 +98,7 @@ def _cutoff(r: ProcessorSetup, value: float) -> Arguments:
 
 
 def _top(r: ProcessorSetup, k: int, p: float | None) -> Arguments:
-    """One warper for both; a value without effect is left out."""
+    """One warper for top-k and top-p; a value without effect is left out."""
     p = 1.0 if p is None else min(p, 1.0)
     return (k, p, r.least) if k or p < 1.0 else None
 
@@ -115,8 +115,8 @@ PROCESSORS: tuple[Entry, ...] = (
         lambda r, v: None if v == 1.0 or r.encoder_ids is None else (_number(v), r.encoder_ids, r.width),
     ),
     ("repetition_penalty", stock.RepetitionPenaltyLogitsProcessor, lambda r, v: None if v == 1.0 else (_number(v),)),
-    ("presence_penalty", OutputPenalty, lambda r, v: (r.own_length, v, 0.0) if v else None),
-    ("frequency_penalty", OutputPenalty, lambda r, v: (r.own_length, 0.0, v) if v else None),
+    ("presence_penalty", OutputPenalty, lambda r, v: (r.unpadded_length, v, 0.0) if v else None),
+    ("frequency_penalty", OutputPenalty, lambda r, v: (r.unpadded_length, 0.0, v) if v else None),
     ("no_repeat_ngram_size", stock.NoRepeatNGramLogitsProcessor, lambda r, v: (v,) if v > 0 and not r.window else None),
     ("no_repeat_ngram_size", RecentNgrams, lambda r, v: (v, r.window) if v > 0 and r.window else None),
     (
@@ -126,7 +126,7 @@ PROCESSORS: tuple[Entry, ...] = (
     ),
     ("bad_words_ids", stock.NoBadWordsLogitsProcessor, lambda r, v: (v, r.eos)),
     ("min_length", MinLength, lambda r, v: (max(v - r.padding, 0), r.eos_ids) if v > 0 and r.eos_ids else None),
-    ("min_new_tokens", MinNewTokens, lambda r, v: (r.own_length + v, r.eos_ids) if v > 0 and r.eos_ids else None),
+    ("min_new_tokens", MinNewTokens, lambda r, v: (r.unpadded_length + v, r.eos_ids) if v > 0 and r.eos_ids else None),
     ("prefix_allowed_tokens_fn", RowPrefix, lambda r, v: (v, r.row)),
     # It acts after the first token. Padding counts, so it never acts on a padded row.
     ("forced_bos_token_id", stock.ForcedBOSTokenLogitsProcessor, lambda r, v: None if r.padding else (v,)),
@@ -171,28 +171,28 @@ WITHOUT_IDS: frozenset[Any] = frozenset(
 )
 """Functions of the logits alone."""
 
-PURE: frozenset[Any] = (
-    WITHOUT_IDS
-    | {one for _, kind, _ in PROCESSORS if kind is not RowPrefix for one in (kind, getattr(kind, "stands_for", kind))}
-    | {Timestamps, stock.WhisperTimeStampLogitsProcessor}
-)
+_KINDS = {kind for _, kind, _ in PROCESSORS if kind is not RowPrefix}
+PURE: frozenset[Any] = WITHOUT_IDS.union(_KINDS, (getattr(kind, "stands_for", kind) for kind in _KINDS)) | {
+    Timestamps,
+    stock.WhisperTimeStampLogitsProcessor,
+}
 """Functions of ids and logits, which may be called for text that is never emitted; subclasses do not count."""
 
 
-def build_listed(entries: Sequence[Entry], setup: ProcessorSetup) -> list[Any]:
+def build_entries(entries: Sequence[Entry], setup: ProcessorSetup) -> list[Any]:
     """The processors of the options of `setup`; raises `OptionError`, with the option's name, for a bad value."""
-    made = []
+    processors = []
     for name, kind, arguments in entries:
         value = getattr(setup, name) if name == "prefix_allowed_tokens_fn" else getattr(setup.options, name, None)
         if value is None:
             continue
         try:
-            given = arguments(setup, value)
-            processor = None if given is None else kind(*given)
+            values = arguments(setup, value)
+            processor = None if values is None else kind(*values)
         except OptionError:
             raise
         except (TypeError, ValueError) as error:
             raise OptionError(f"`{name}`={value!r} was refused: {error}") from error
         if processor is not None:
-            made.append(processor)
-    return made
+            processors.append(processor)
+    return processors

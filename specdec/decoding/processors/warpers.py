@@ -33,6 +33,7 @@ class Top:
         return f"Top({self.k}, {self.p})"
 
     def __call__(self, ids: Tensor | None, logits: Tensor) -> Tensor:
+        """`logits` `[n, vocab]`, -inf for the tokens that are not kept; `ids` do not matter."""
         fits = logits.is_cpu and logits.dtype == torch.float32 and not logits.requires_grad
         if fits and kernels.available():
             return kernels.keep_top(logits, self.k, self.p, self.min_tokens_to_keep)  # type: ignore[no-any-return]
@@ -43,8 +44,8 @@ class Top:
             # A stable sort leaves the highest id last among equals; here it comes first.
             places = logits.argsort(dim=-1, stable=True).flip(-1)
             probs = torch.softmax(logits, dim=-1).gather(-1, places).double()
-            kept = probs.cumsum(-1) - probs < self.p
-            kept[:, : self.min_tokens_to_keep] = True
-            kept = torch.empty_like(logits, dtype=torch.bool).scatter_(-1, places, kept)
-            logits = logits.masked_fill(~kept, _NEVER)
+            mask = probs.cumsum(-1) - probs < self.p
+            mask[:, : self.min_tokens_to_keep] = True
+            mask = torch.empty_like(logits, dtype=torch.bool).scatter_(-1, places, mask)
+            logits = logits.masked_fill(~mask, _NEVER)
         return logits

@@ -29,7 +29,7 @@ class StrategySetup:
     """What one sequence's strategy is made from.
 
     `options`: with all defaults filled in. `prompt`: the sequence's ids, of which the first `padding` are padding that
-    its text lacks. `width`: the target's vocabulary. `seed`: the sequence's own. `guidance_scale`: None without an
+    its text lacks. `width`: the target's vocabulary. `seed`: the sequence's seed. `guidance_scale`: None without an
     unconditional sequence.
     """
 
@@ -64,8 +64,8 @@ class StrategyBase:
     """Base of all strategies.
 
     `stop` ends a text. `width`: the target's vocabulary, to which draft logits are cropped or padded. `guidance_scale`:
-    combines the logits with those of the unconditional sequence, before processors. `keep_scores`, `keep_logits`: put
-    copies of the processed and of the target's own logits into every step.
+    combines the logits with the unconditional sequence's logits, before processors. `keep_scores`, `keep_logits`: put
+    copies of the processed logits and of the target's logits into every step.
     """
 
     processors: Processors
@@ -86,8 +86,8 @@ class StrategyBase:
         """How a draft guesses so that it tends to agree: by default, its likeliest token."""
         return GreedySampler(self.processors.drafting, self.width)
 
-    def guided(self, logits: Tensor, unconditional: Tensor | None) -> Tensor:
-        """Classifier-free guidance (arXiv 2306.17806): `logits` `[..., vocab]`, away from the unconditional ones."""
+    def guide(self, logits: Tensor, unconditional: Tensor | None) -> Tensor:
+        """Guidance (arXiv 2306.17806): moves `logits` away from `unconditional`, both `[..., vocab]`."""
         if unconditional is None or self.guidance_scale is None:
             return logits
         base = torch.log_softmax(unconditional.float(), dim=-1)
@@ -98,9 +98,9 @@ class StrategyBase:
 class TextStrategy(StrategyBase):
     """Base of the strategies of one text.
 
-    `seed`: the sequence's own. `ranked`: puts its token's log-probability under the target,
-    before processors, into every step; `top`: also those of this many likeliest tokens. A subclass has a `name` and
-    `serves(options)`. The state is the scores of all steps, where they are kept.
+    `seed`: the sequence's seed. `ranked`: puts the token's log-probability under the target, before processors, into
+    every step; `top`: also the log-probabilities of this many likeliest tokens. A subclass has a `name` and
+    `serves(options)`. The state is the scores of all steps, with `keep_scores`.
     """
 
     seed: int = 0
@@ -133,25 +133,25 @@ class TextStrategy(StrategyBase):
             state = (*(state or ()), step.scores[None])
         return Advance(state, [0], [step.token], step, self.stop(seq, [*new, step.token], state))
 
-    def choose(self, seq: SequenceView, new: list[int], out: Logits, node: int, processed: Tensor) -> int:
-        """The token after `node`, from the processed logits `[vocab]` there."""
+    def choose(self, seq: SequenceView, new: list[int], out: Logits, node: int, scores: Tensor) -> int:
+        """The token after `node`, from its `scores` `[vocab]`: logits after guidance and processors."""
         raise NotImplementedError
 
     def emit(self, seq: SequenceView, new: list[int], out: Logits, node: int) -> Step:
         """The step with the token after `node`, an index in `out.work.tree`; `new`: this round's earlier tokens."""
-        processed = self.processed(seq, new, out, node)
-        return self.step(self.choose(seq, new, out, node, processed), out, node, processed)
+        scores = self.scores(seq, new, out, node)
+        return self.step(self.choose(seq, new, out, node, scores), out, node, scores)
 
-    def processed(self, seq: SequenceView, new: Sequence[int], out: Logits, node: int) -> Tensor:
+    def scores(self, seq: SequenceView, new: Sequence[int], out: Logits, node: int) -> Tensor:
         """The target's logits `[vocab]` at `node`, guided and processed, float32; read only."""
         at = node - out.work.first
         if not (len(self.processors) or out.unconditional is not None):
             return out.logits[at].float()
         unconditional = None if out.unconditional is None else out.unconditional[at]
-        return process(self.processors, seq, new, self.guided(out.logits[at], unconditional))
+        return process(self.processors, seq, new, self.guide(out.logits[at], unconditional))
 
-    def step(self, token: int, out: Logits, node: int, processed: Tensor) -> Step:
-        """The step that emits `token`, with copies of what it keeps."""
+    def step(self, token: int, out: Logits, node: int, scores: Tensor) -> Step:
+        """The step that emits `token`, with copies of the tensors that it keeps."""
         if not self.keeps:
             return Step(token)
         logits, top = out.logits[node - out.work.first].float(), None
@@ -160,7 +160,7 @@ class TextStrategy(StrategyBase):
             values, likeliest = logits.topk(min(self.top, len(logits)))
             top = TopTokens(likeliest.tolist(), (values - logits.logsumexp(-1)).tolist())
         copy = logits.clone() if self.keep_logits else None
-        return Step(token, copy, processed.clone() if self.keep_scores else None, log_prob, top)
+        return Step(token, copy, scores.clone() if self.keep_scores else None, log_prob, top)
 
 
 class Greedy(TextStrategy):
@@ -181,8 +181,8 @@ class Greedy(TextStrategy):
         filters = self.processors.in_numbers([*seq.tokens, *new]) if kernels.available() else None
         if filters is None:
             return super().emit(seq, new, out, node)
-        return Step(noise.checked(kernels.best_token(logits, filters)))
+        return Step(noise.check_token(kernels.best_token(logits, filters)))
 
-    def choose(self, seq: SequenceView, new: list[int], out: Logits, node: int, processed: Tensor) -> int:
-        token = first_best(processed)
-        return noise.checked(noise.EMPTY if processed[token] == -torch.inf else token)
+    def choose(self, seq: SequenceView, new: list[int], out: Logits, node: int, scores: Tensor) -> int:
+        token = first_best(scores)
+        return noise.check_token(noise.EMPTY if scores[token] == -torch.inf else token)

@@ -29,7 +29,7 @@ from specdec.decoding.strategies.beam_scoring import (
     Scoring,
     best_totals,
     branches,
-    extended,
+    extend_rows,
     totals,
 )
 from specdec.errors import OptionError
@@ -60,35 +60,35 @@ class BeamSearch(Scoring):
         ids = self.texts(seq, state.ids)
         scores = self.processors(ids, self.log_probs(views, self.num_beams))
         candidates = self._choose(state, scores)
-        texts = None if ids is None else extended(ids, candidates.parents, candidates.tokens)
+        texts = None if ids is None else extend_rows(ids, candidates.parents, candidates.tokens)
         ends = self.stop.each(candidates.tokens, seq.prompt_length + state.length + 1, texts, None)
-        after, chosen = self._after(state, candidates, ends)
+        after, places = self._after(state, candidates, ends)
         if texts is not None:
-            after = replace(after, ids=texts[chosen])
+            after = replace(after, ids=texts[places])
         logits = self.logits(views, len(views)) if self.keep_logits else None
-        step = Step(candidates.tokens[chosen[0]], logits, scores.clone() if self.keep_scores else None)
-        leaves = [candidates.parents[i] if state.length else 0 for i in chosen]
-        return Advance(after, leaves, [candidates.tokens[i] for i in chosen], step, after.finish)
+        step = Step(candidates.tokens[places[0]], logits, scores.clone() if self.keep_scores else None)
+        leaves = [candidates.parents[i] if state.length else 0 for i in places]
+        return Advance(after, leaves, [candidates.tokens[i] for i in places], step, after.finish)
 
     def expand(self, seq: SequenceView, ends: Sequence[Branch], logits: Tensor, budget: Budget) -> Level:
         """The draft's beams: by default twice as many as the target's, without ended texts."""
         ahead = self.ahead(budget)
         scores = self.draft_scores(seq, ends, logits)
-        running = [end.score for end in ends]
+        sums = [end.score for end in ends]
         if self.seed is None:
-            candidates = best_totals(totals(scores, running), ahead)
+            candidates = best_totals(totals(scores, sums), ahead)
         else:
             length = len(seq.tokens) + len(ends[0].tokens) - seq.prompt_length
             count = self.candidates(self.num_beams)
-            candidates = drawn(scores, running, count, noise.key(self.seed, noise.BEAMS, length))
+            candidates = draw_candidates(scores, sums, count, noise.key(self.seed, noise.BEAMS, length))
         return branches(candidates, ends)[:ahead]
 
     def _choose(self, state: Beams, scores: Tensor) -> Candidates:
         """The next continuations, from processed log-probabilities `[beams, vocab]`."""
-        running, count = state.pools[0].running, self.candidates(self.num_beams)
+        sums, count = state.pools[0].sums, self.candidates(self.num_beams)
         if self.seed is None:
-            return best_totals(totals(scores, running), count)
-        candidates = drawn(scores, running, count, noise.key(self.seed, noise.BEAMS, state.length))
+            return best_totals(totals(scores, sums), count)
+        candidates = draw_candidates(scores, sums, count, noise.key(self.seed, noise.BEAMS, state.length))
         if not candidates.tokens:
             raise OptionError(noise.NONE_LEFT)
         return candidates
@@ -96,35 +96,35 @@ class BeamSearch(Scoring):
     def _after(self, state: Beams, candidates: Candidates, ends: list[str | None]) -> tuple[Beams, list[int]]:
         """The next state, and the candidates that are its live beams."""
         [pool], beams, length = state.pools, self.num_beams, state.length + 1
-        running = [
+        sums = [
             float(np.float32(score) + np.float32(FAR if end else 0))
             for score, end in zip(candidates.scores, ends, strict=True)
         ]
-        chosen = sorted(range(len(running)), key=lambda i: -running[i])[:beams]
-        live = tuple(pool.extend(candidates, i)._replace(score=running[i]) for i in chosen)
-        finished = list(state.finished)
+        places = sorted(range(len(sums)), key=lambda i: -sums[i])[:beams]
+        live = tuple(pool.extend(candidates, i)._replace(score=sums[i]) for i in places)
+        hypotheses = list(state.finished)
         for i, end in enumerate(ends[:beams]):
             if end is not None:
                 beam = pool.extend(candidates, i)
-                score = self._penalised(beam.score, length)
-                finished.append(Hypothesis(beam.tokens, score, beam.origins, end))
-        finished = sorted(finished, key=lambda h: -h.score)[:beams]
-        full = len(finished) == beams
-        judged = full and self.early_stopping != "exhaustive"
-        best = self._penalised(live[0].score, self.horizon(length))
-        done = judged and not best > finished[-1].score
+                score = self._penalize(beam.score, length)
+                hypotheses.append(Hypothesis(beam.tokens, score, beam.origins, end))
+        hypotheses = sorted(hypotheses, key=lambda h: -h.score)[:beams]
+        full = len(hypotheses) == beams
+        is_judged = full and self.early_stopping != "exhaustive"
+        best = self._penalize(live[0].score, self.horizon(length))
+        done = is_judged and not best > hypotheses[-1].score
         over = done or (full and self.early_stopping is True) or None not in ends
-        finish = finished[0].reason if over else None
-        return Beams((replace(pool, live=live, ended=tuple(finished[::-1]), done=done),), finish), chosen
+        finish = hypotheses[0].reason if over else None
+        return Beams((replace(pool, live=live, hypotheses=tuple(hypotheses[::-1]), done=done),), finish), places
 
     @np.errstate(divide="ignore", over="ignore")  # extreme penalties, as in transformers
-    def _penalised(self, score: float, length: int) -> float:
+    def _penalize(self, score: float, length: int) -> float:
         return float(np.float32(score) / np.float32(length**self.length_penalty))
 
 
-def drawn(scores: Tensor, running: Sequence[float], count: int, address: int) -> Candidates:
-    """`count` draws without replacement from `softmax(scores + running)`, in the order drawn (Gumbel-top-k)."""
-    total = totals(scores, running)
+def draw_candidates(scores: Tensor, sums: Sequence[float], count: int, address: int) -> Candidates:
+    """`count` draws without replacement from `softmax(scores + sums)`, first to last (Gumbel-top-k)."""
+    total = totals(scores, sums)
     ids = torch.arange(total.shape[1])[torch.isfinite(total).any(0)]  # noise only for what processors left
     total = total[:, ids]
     noisy = total + torch.stack([noise.gumbel(noise.fold(address, beam), ids) for beam in range(len(total))])

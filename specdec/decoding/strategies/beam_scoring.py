@@ -55,21 +55,21 @@ class Candidates(NamedTuple):
         return cls(scores.tolist(), parents.tolist(), tokens.tolist())
 
     def part(self, places: Sequence[int]) -> Candidates:
-        """Some of them, in this order."""
+        """The candidates at `places`, in this order."""
         scores, parents, tokens = self
         return Candidates([scores[i] for i in places], [parents[i] for i in places], [tokens[i] for i in places])
 
 
 @dataclass(frozen=True)
 class BeamPool:
-    """Beams that compete with one another, and their texts that ended, in this order.
+    """Beams that compete with one another, best first, and the hypotheses of texts that ended.
 
-    `offset`: the number of its first beam in the search. A pool that is `done` no longer takes part. `progress`: each
-    beam's progress with its constraints.
+    `offset`: the number of the pool's first beam in the search. A pool that is `done` no longer takes part. `progress`:
+    each beam's progress with its constraints.
     """
 
     live: tuple[Beam, ...]
-    ended: tuple[Hypothesis, ...] = ()
+    hypotheses: tuple[Hypothesis, ...] = ()
     done: bool = False
     offset: int = 0
     progress: tuple[ConstraintProgress, ...] = ()
@@ -83,7 +83,7 @@ class BeamPool:
         )
 
     @property
-    def running(self) -> list[float]:
+    def sums(self) -> list[float]:
         return [beam.score for beam in self.live]
 
     def extend(self, candidates: Candidates, i: int) -> Beam:
@@ -102,13 +102,13 @@ class Beams:
 
     @property
     def live(self) -> tuple[Beam, ...]:
-        """The live beams of all pools; of a pool that is done, its last ones."""
+        """The live beams of all pools; a pool that is done keeps its last beams."""
         return tuple(beam for pool in self.pools for beam in pool.live)
 
     @property
     def finished(self) -> tuple[Hypothesis, ...]:
-        """The hypotheses of all pools, best first; of equals the later first."""
-        return tuple(sorted((text for pool in self.pools for text in pool.ended), key=lambda h: h.score)[::-1])
+        """The hypotheses of all pools, best first; of equal ones the later first."""
+        return tuple(sorted((text for pool in self.pools for text in pool.hypotheses), key=lambda h: h.score)[::-1])
 
     @property
     def length(self) -> int:
@@ -118,7 +118,7 @@ class Beams:
     @property
     def leaf_scores(self) -> list[float]:
         """The scores of the open pools' beams; before the first token they share one leaf."""
-        return [score for pool in self.pools if not pool.done for score in pool.running] if self.length else [0.0]
+        return [score for pool in self.pools if not pool.done for score in pool.sums] if self.length else [0.0]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -191,7 +191,7 @@ class Scoring(StrategyBase):
         unconditional = [view.unconditional for view in views if view.unconditional is not None]
         if not unconditional:
             return torch.log_softmax(logits, dim=-1)
-        return self.guided(logits, torch.stack(unconditional))
+        return self.guide(logits, torch.stack(unconditional))
 
     def draft_scores(self, seq: SequenceView, ends: Sequence[Branch], logits: Tensor) -> Tensor:
         """A draft's log-probabilities `[ends, vocab]` after pure processors; tokens that end a text are -inf."""
@@ -227,9 +227,9 @@ def branches(candidates: Candidates, ends: Sequence[Branch]) -> Level:
     return sorted(finite, key=lambda branch: -branch[1].score)
 
 
-def totals(scores: Tensor, running: Sequence[float]) -> Tensor:
+def totals(scores: Tensor, sums: Sequence[float]) -> Tensor:
     """`scores` `[beams, vocab]` float32 plus every beam's sum so far."""
-    return scores + torch.tensor(running)[:, None]
+    return scores + torch.tensor(sums)[:, None]
 
 
 def best_totals(total: Tensor, count: int) -> Candidates:
@@ -239,6 +239,6 @@ def best_totals(total: Tensor, count: int) -> Candidates:
     return Candidates.read(top, places // vocab, places % vocab)
 
 
-def extended(ids: Tensor, parents: Sequence[int], tokens: Sequence[int]) -> Tensor:
+def extend_rows(ids: Tensor, parents: Sequence[int], tokens: Sequence[int]) -> Tensor:
     """`[candidates, length + 1]`: the rows `parents` of `ids` `[beams, length]`, each followed by one of `tokens`."""
     return torch.cat((ids[list(parents)], torch.tensor(tokens)[:, None]), dim=1)

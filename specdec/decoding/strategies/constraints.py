@@ -16,24 +16,24 @@ from specdec.options.fields import is_list, is_whole, plain
 
 
 class Constraint:
-    """One of several phrases must occur; `begun` are the ids of a phrase that the text ends with."""
+    """One of several phrases must occur; `prefix`: the ids of a phrase with which the text ends."""
 
     def __init__(self, phrases: Sequence[tuple[int, ...]]) -> None:
         following: dict[tuple[int, ...], dict[int, None]] = {}
         for phrase in phrases:
             for i, token in enumerate(phrase):
                 following.setdefault(phrase[:i], {})[token] = None
-        self._following = {begun: tuple(tokens) for begun, tokens in following.items()}
+        self._following = {prefix: tuple(tokens) for prefix, tokens in following.items()}
         self.longest = max(map(len, phrases))
         self.ids = {token for phrase in phrases for token in phrase}
 
-    def advance(self, begun: tuple[int, ...] = ()) -> tuple[int, ...]:
-        """The ids that would advance it; none when it is complete."""
-        return self._following.get(begun, ())
+    def advance(self, prefix: tuple[int, ...] = ()) -> tuple[int, ...]:
+        """The ids that continue a phrase after `prefix`; none if a phrase is complete."""
+        return self._following.get(prefix, ())
 
-    def remaining(self, begun: tuple[int, ...]) -> int:
-        """How many ids are missing, of the longest phrase; 0 when one is complete."""
-        return self.longest - len(begun) if self.advance(begun) else 0
+    def remaining(self, prefix: tuple[int, ...]) -> int:
+        """How many ids of the longest phrase are missing; 0 if a phrase is complete."""
+        return self.longest - len(prefix) if self.advance(prefix) else 0
 
 
 class PhrasalConstraint(Constraint):
@@ -70,12 +70,12 @@ class DisjunctiveConstraint(Constraint):
 
 @dataclass(frozen=True)
 class ConstraintProgress:
-    """A text's constraints: those not begun, the one in progress with its ids `begun`, and how many are complete."""
+    """A text's constraints: the `pending` ones, the `active` one with its ids `prefix`, and how many are complete."""
 
     pending: tuple[Constraint, ...]
-    now: Constraint | None = None
-    begun: tuple[int, ...] = ()
-    complete: int = 0
+    active: Constraint | None = None
+    prefix: tuple[int, ...] = ()
+    num_complete: int = 0
     longest: int = 0
 
     @classmethod
@@ -85,19 +85,19 @@ class ConstraintProgress:
 
     @property
     def fulfilled(self) -> bool:
-        """Whether all are complete."""
-        return not self.pending and self.now is None
+        """Whether all constraints are complete."""
+        return not self.pending and self.active is None
 
     @property
     def bank(self) -> int:
         """How many steps the text has made; beams compete with beams of the same number."""
-        begun = 0 if self.now is None else self.longest - self.now.remaining(self.begun)
-        return self.complete * self.longest + begun
+        steps = 0 if self.active is None else self.longest - self.active.remaining(self.prefix)
+        return self.num_complete * self.longest + steps
 
     def advance(self) -> list[int]:
         """The ids that would advance a constraint, in order, with repetitions."""
-        if self.now is not None:
-            return list(self.now.advance(self.begun))
+        if self.active is not None:
+            return list(self.active.advance(self.prefix))
         return [token for constraint in self.pending for token in constraint.advance()]
 
     def after(self, tokens: Iterable[int]) -> ConstraintProgress:
@@ -107,33 +107,33 @@ class ConstraintProgress:
     def forced(self) -> list[tuple[int, ConstraintProgress]]:
         """Every id that advances a constraint, and the progress after it.
 
-        As in 4.49, where copies of a disjunction in progress share one list of ids: an id that one copy tries is begun
-        for the next ones, and all copies that their id does not complete end up with the whole list.
+        In transformers 4.49 copies of a disjunction in progress share one list of ids: an id that one copy tries is in
+        the list of the next copies, and every copy that its id does not complete ends up with the whole list.
         """
         pairs, shared = [], self
         for token in self.advance():
             pairs.append((token, shared._add(token)))
-            if shared.now is not None and token in shared.now.advance(shared.begun):
-                shared = replace(shared, begun=(*shared.begun, token))
-        if self.now is None:
+            if shared.active is not None and token in shared.active.advance(shared.prefix):
+                shared = replace(shared, prefix=(*shared.prefix, token))
+        if self.active is None:
             return pairs
-        return [(token, after if after.now is None else replace(after, begun=shared.begun)) for token, after in pairs]
+        return [(token, end if end.active is None else replace(end, prefix=shared.prefix)) for token, end in pairs]
 
     def _add(self, token: int) -> ConstraintProgress:
-        if self.now is not None:
-            if token in self.now.advance(self.begun):
-                return self._begun(self.now, (*self.begun, token), self.pending)
+        if self.active is not None:
+            if token in self.active.advance(self.prefix):
+                return self._with(self.active, (*self.prefix, token), self.pending)
             # An id that breaks a phrase does not begin another one.
-            return replace(self, pending=(*self.pending, self.now), now=None, begun=())
+            return replace(self, pending=(*self.pending, self.active), active=None, prefix=())
         for i, constraint in enumerate(self.pending):
             if token in constraint.advance():
-                return self._begun(constraint, (token,), self.pending[:i] + self.pending[i + 1 :])
+                return self._with(constraint, (token,), self.pending[:i] + self.pending[i + 1 :])
         return self
 
-    def _begun(self, now: Constraint, begun: tuple[int, ...], pending: tuple[Constraint, ...]) -> ConstraintProgress:
-        if now.remaining(begun):
-            return replace(self, pending=pending, now=now, begun=begun)
-        return replace(self, pending=pending, now=None, begun=(), complete=self.complete + 1)
+    def _with(self, active: Constraint, prefix: tuple[int, ...], pending: tuple[Constraint, ...]) -> ConstraintProgress:
+        if active.remaining(prefix):
+            return replace(self, pending=pending, active=active, prefix=prefix)
+        return replace(self, pending=pending, active=None, prefix=(), num_complete=self.num_complete + 1)
 
 
 def read_constraints(constraints: Any, force_words_ids: Any) -> list[Constraint]:

@@ -28,7 +28,7 @@ class Contrast:
     """The state of a search: the text so far, and the candidates for the next token.
 
     `context` `[length, width]`: the directions of all hidden states. `probs` `[candidates]` float32: the candidates'
-    probabilities. `step`: logits and scores of the next token's step. `scores`: those of all steps, where kept.
+    probabilities. `step`: logits and scores of the next token's step. `scores`: all steps' scores, if kept.
     """
 
     tokens: tuple[int, ...] = ()
@@ -57,7 +57,7 @@ class Contrast:
 class Contrastive(StrategyBase):
     """Picks the best of `top_k` by (1 - `penalty_alpha`) * probability - `penalty_alpha` * largest cosine.
 
-    `keep_traces`: hidden states or attentions are views of the call.
+    `keep_traces`: the call returns hidden states or attentions.
     """
 
     top_k: int
@@ -83,7 +83,7 @@ class Contrastive(StrategyBase):
         return Contrast()
 
     def advance(self, seq: SequenceView, state: Contrast, views: Sequence[View], steps: Sequence[Step]) -> Advance:
-        """Emits one of the computed candidates, and chooses those of the next token; the first step only chooses."""
+        """Emits a computed candidate, and chooses the candidates of the next token; the first step only chooses."""
         if state.context is None:
             after = self._ask(seq, Contrast(context=_directions(views[0])), views[0])
             return Advance(after, [0] * len(after.candidates), list(after.candidates), None, shown=self._shown(0))
@@ -108,13 +108,13 @@ class Contrastive(StrategyBase):
 
     def _ask(self, seq: SequenceView, state: Contrast, view: View) -> Contrast:
         """The state with the candidates for its next token, from the target's view at the end of its text."""
-        logits = self.guided(view.logits, view.unconditional)
-        processed = process(self.processors, seq, _new(seq, state.tokens), logits)
-        probs, ids = torch.softmax(processed, dim=-1).topk(min(self.top_k, processed.shape[-1]))
+        logits = self.guide(view.logits, view.unconditional)
+        scores = process(self.processors, seq, _new(seq, state.tokens), logits)
+        probs, ids = torch.softmax(scores, dim=-1).topk(min(self.top_k, scores.shape[-1]))
         step = Step(
             -1,
             view.logits.to(torch.float32, copy=True) if self.keep_logits else None,
-            processed.clone() if self.keep_scores else None,
+            scores.clone() if self.keep_scores else None,
         )
         return Contrast(state.tokens, tuple(ids.tolist()), state.context, probs, step, state.scores)
 

@@ -1,7 +1,7 @@
 """Group and constrained beam search, with the bookkeeping of transformers 4.49's beam scorers.
 
-It differs from that of transformers 5: candidates that end make room, a search is judged by its best candidate even
-where that one ends, and of equal hypotheses the later wins.
+This bookkeeping differs from transformers 5: candidates that end make room, a search is judged by its best candidate
+even where that one ends, and of equal hypotheses the later wins.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from specdec.decoding.strategies.beam_scoring import (
     Scoring,
     best_totals,
     branches,
-    extended,
+    extend_rows,
     totals,
 )
 from specdec.decoding.strategies.constraints import ConstraintProgress, read_constraints
@@ -50,15 +50,15 @@ class Turn(NamedTuple):
 class PoolSearch(Scoring):
     """Base of the searches that are scored as in transformers 4.49.
 
-    `end_id` ends every text, whichever end token it chose, as in transformers. `pad_id` follows the texts of a pool
-    that is done.
+    `end_id` ends every text, whatever its end token, as in transformers. `pad_id` follows the texts of a pool that is
+    done.
     """
 
     end_id: int = 0
     pad_id: int = 0
 
     def turns(self, pools: Sequence[BeamPool], ids: Tensor | None, log_probs: Tensor) -> Iterator[Turn]:
-        """The open pools' steps in order, from `ids` and `log_probs` of all their beams."""
+        """The open pools' steps, from their beams' `ids` `[beams, length]` and `log_probs` `[beams, vocab]`."""
         raise NotImplementedError
 
     def advance(self, seq: SequenceView, state: Beams, views: Sequence[View], steps: Sequence[Step]) -> Advance:
@@ -67,14 +67,14 @@ class PoolSearch(Scoring):
         turns = list(self.turns(state.pools, ids, log_probs))
         parents = [i * self.size + parent for i, turn in enumerate(turns) for parent in turn.candidates.parents]
         tokens = [token for turn in turns for token in turn.candidates.tokens]
-        texts = None if ids is None else extended(ids, parents, tokens)
+        texts = None if ids is None else extend_rows(ids, parents, tokens)
         ends = self.stop.each(tokens, seq.prompt_length + state.length + 1, texts, None)
         live = [i for i in range(len(tokens)) if not turns[i // self.size].pool.done]
         after = self._after(state, [turn.pool for turn in turns], ends, None if texts is None else texts[live])
         step = Step(
             tokens[0],
-            self._placed(open_, self.logits(views, len(log_probs))) if self.keep_logits else None,
-            self._placed(open_, torch.cat([turn.scores for turn in turns])) if self.keep_scores else None,
+            self._place(open_, self.logits(views, len(log_probs))) if self.keep_logits else None,
+            self._place(open_, torch.cat([turn.scores for turn in turns])) if self.keep_scores else None,
         )
         leaves = [parents[i] if state.length else 0 for i in live]
         shown, numbers = None, count()
@@ -90,51 +90,51 @@ class PoolSearch(Scoring):
                 going.append(rank)
             elif rank < self.size and (not pool.progress or pool.progress[parent].fulfilled):
                 beam = pool.extend(candidates, rank)
-                pool = self._ended(pool, beam._replace(tokens=(*beam.tokens[:-1], self.end_id)), "eos")
+                pool = self._add(pool, beam._replace(tokens=(*beam.tokens[:-1], self.end_id)), "eos")
             if len(going) == self.size:
                 break
         return going, pool
 
-    def step(self, pool: BeamPool, chosen: Candidates, best: float) -> BeamPool:
+    def step(self, pool: BeamPool, continuations: Candidates, best: float) -> BeamPool:
         """The pool with its next beams; `best` is the step's best candidate."""
-        live = tuple(pool.extend(chosen, i) for i in range(len(chosen.tokens)))
-        done = len(pool.ended) >= self.size and self.early_stopping != "exhaustive"
+        live = tuple(pool.extend(continuations, i) for i in range(len(continuations.tokens)))
+        done = len(pool.hypotheses) >= self.size and self.early_stopping != "exhaustive"
         if done and self.early_stopping is not True:
             bound = best / self.horizon(len(live[0].tokens)) ** self.length_penalty
-            done = min(h.score for h in pool.ended) >= bound
+            done = min(h.score for h in pool.hypotheses) >= bound
         return replace(pool, live=live, done=done)
 
-    def closed(self, pool: BeamPool, beams: Iterable[tuple[Beam, str]]) -> BeamPool:
+    def close(self, pool: BeamPool, beams: Iterable[tuple[Beam, str]]) -> BeamPool:
         """The pool with these `beams` among its hypotheses, each with its finish reason."""
         for beam, reason in beams:
-            pool = self._ended(pool, beam, reason)
+            pool = self._add(pool, beam, reason)
         return pool
 
-    def _ended(self, pool: BeamPool, beam: Beam, reason: str) -> BeamPool:
+    def _add(self, pool: BeamPool, beam: Beam, reason: str) -> BeamPool:
         """The pool with `beam` among its hypotheses, of which it keeps the best `size`."""
         score = beam.score / len(beam.tokens) ** self.length_penalty
-        hypotheses = pool.ended
+        hypotheses = pool.hypotheses
         if len(hypotheses) >= self.size:
             worst = min(range(len(hypotheses)), key=lambda i: hypotheses[i].score)
             if not score > hypotheses[worst].score:
                 return pool
             hypotheses = hypotheses[:worst] + hypotheses[worst + 1 :]
-        return replace(pool, ended=(*hypotheses, Hypothesis(beam.tokens, score, beam.origins, reason)))
+        return replace(pool, hypotheses=(*hypotheses, Hypothesis(beam.tokens, score, beam.origins, reason)))
 
-    def _after(self, state: Beams, stepped: list[BeamPool], ends: list[str | None], ids: Tensor | None) -> Beams:
+    def _after(self, state: Beams, pools: list[BeamPool], ends: list[str | None], ids: Tensor | None) -> Beams:
         """The next state, from the open pools after their step and each beam's finish reason, if it ends here."""
         reasons = [end for end in ends if end is not None]
         if len(reasons) == len(ends):
-            stepped = [
-                pool if pool.done else self.closed(pool, zip(pool.live, reasons[i * self.size :], strict=False))
-                for i, pool in enumerate(stepped)
+            pools = [
+                pool if pool.done else self.close(pool, zip(pool.live, reasons[i * self.size :], strict=False))
+                for i, pool in enumerate(pools)
             ]
-        fresh = iter(stepped)
+        fresh = iter(pools)
         after = Beams(tuple(pool if pool.done else next(fresh) for pool in state.pools), ids=ids)
         over = len(reasons) == len(ends) or all(pool.done for pool in after.pools)
         return replace(after, finish=after.finished[0].reason) if over else after
 
-    def _placed(self, open_: Sequence[BeamPool], values: Tensor) -> Tensor:
+    def _place(self, open_: Sequence[BeamPool], values: Tensor) -> Tensor:
         """`values` `[open beams, vocab]` as rows of all beams; a finished pool is certain of its padding."""
         rows = values.new_full((self.num_beams, values.shape[1]), -torch.inf)
         rows[:, self.pad_id : self.pad_id + 1] = 0.0
@@ -173,59 +173,59 @@ class GroupSearch(PoolSearch):
             end.groups or (range(self.groups) if len(ends) == 1 else (i // self.size,)) for i, end in enumerate(ends)
         ]
         children: dict[tuple[int, int], tuple[int, Branch]] = {}
-        chosen: list[int] = []
+        choices: list[int] = []
         for group in range(self.groups):
-            mine = [i for i, served in enumerate(serves) if group in served]
-            if not mine:
+            members = [i for i, numbers in enumerate(serves) if group in numbers]
+            if not members:
                 continue
-            scores = log_probs[mine]
-            for token in chosen:
+            scores = log_probs[members]
+            for token in choices:
                 scores[:, token] -= self.diversity_penalty
-            total = totals(scores, [ends[i].score for i in mine])
+            total = totals(scores, [ends[i].score for i in members])
             best = best_totals(total, max(self.ahead(budget) // self.groups, 1))
-            chosen += best.tokens[: self.size]
-            for i, branch in branches(best, [ends[i] for i in mine]):
-                place = (mine[i], branch.tokens[-1])
+            choices += best.tokens[: self.size]
+            for i, branch in branches(best, [ends[i] for i in members]):
+                place = (members[i], branch.tokens[-1])
                 earlier = children[place][1] if place in children else branch
                 better = max(earlier, branch, key=lambda b: b.score)
-                children[place] = (mine[i], better._replace(groups=frozenset((*(earlier.groups or ()), group))))
+                children[place] = (members[i], better._replace(groups=frozenset((*(earlier.groups or ()), group))))
         return sorted(children.values(), key=lambda branch: -branch[1].score)
 
     def turns(self, pools: Sequence[BeamPool], ids: Tensor | None, log_probs: Tensor) -> Iterator[Turn]:
-        """The open groups' steps, each with penalties for the choices of earlier groups."""
-        at, chosen = 0, list[int]()
+        """`PoolSearch.turns`, with penalties for the choices of earlier groups; `log_probs` `[beams, vocab]`."""
+        at, choices = 0, list[int]()
         for pool in pools:
             if pool.done:
                 # As in transformers, the padding of finished texts counts as chosen too.
-                chosen += [self.pad_id] * self.size
+                choices += [self.pad_id] * self.size
                 continue
-            mine = slice(at, at + self.size)
-            mine_ids = None if ids is None else ids[mine]
-            scores = self.processors(mine_ids, log_probs[mine] - self._penalties(chosen, log_probs))
-            candidates = best_totals(totals(scores, pool.running), self.candidates(self.size))
+            rows = slice(at, at + self.size)
+            row_ids = None if ids is None else ids[rows]
+            scores = self.processors(row_ids, log_probs[rows] - self._penalties(choices, log_probs))
+            candidates = best_totals(totals(scores, pool.sums), self.candidates(self.size))
             going, pool = self.walk(pool, candidates)
             best = candidates.part(going)
             yield Turn(self.step(pool, best, candidates.scores[0]), best, scores)
-            chosen, at = chosen + best.tokens, at + self.size
+            choices, at = choices + best.tokens, at + self.size
 
-    def _penalties(self, chosen: Sequence[int], scores: Tensor) -> Tensor:
-        """What every token costs `[vocab]`; some checkpoints pad with an id beyond their vocabulary."""
+    def _penalties(self, choices: Sequence[int], scores: Tensor) -> Tensor:
+        """The penalty of every token, `[vocab]`; some checkpoints pad with an id beyond their vocabulary."""
         vocab = scores.shape[1]
-        ids = torch.tensor([token for token in chosen if token < vocab], dtype=torch.long)
+        ids = torch.tensor([token for token in choices if token < vocab], dtype=torch.long)
         return self.diversity_penalty * ids.bincount(minlength=vocab)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class ConstrainedSearch(PoolSearch):
-    """Beam search for texts that fulfil constraints; `progress`: that of the prompt, which counts towards them.
+    """Beam search for texts that fulfil constraints; `progress`: the prompt's, which counts towards them.
 
-    Besides the best continuations, a step considers those that advance a beam's constraints; beams compete with beams
-    that have advanced as far. If fewer open beams than `returned` fulfil them at the end, the others are hypotheses as
-    well.
+    Besides the best continuations, a step considers continuations that advance a beam's constraints; beams compete with
+    beams that have advanced as far. If fewer than `count` open beams fulfil the constraints at the end, the other beams
+    are hypotheses as well.
     """
 
     progress: ConstraintProgress
-    returned: int = 1
+    count: int = 1
     name: ClassVar[str] = "constrainedsearch"
 
     @classmethod
@@ -237,43 +237,43 @@ class ConstrainedSearch(PoolSearch):
         """The search of one sequence; as in transformers, padding counts towards the constraints."""
         o = setup.options
         progress = ConstraintProgress.of(read_constraints(o.constraints, o.force_words_ids)).after(list(setup.prompt))
-        returned = o.num_return_sequences or 1
-        return cls(progress=progress, returned=returned, end_id=setup.end_id, **cls.parts(setup))
+        count = o.num_return_sequences or 1
+        return cls(progress=progress, count=count, end_id=setup.end_id, **cls.parts(setup))
 
     def begin(self) -> Beams:
         return Beams((BeamPool.of(self.num_beams, progress=self.progress),))
 
     def turns(self, pools: Sequence[BeamPool], ids: Tensor | None, log_probs: Tensor) -> Iterator[Turn]:
-        """The pool's step, with continuations that advance constraints."""
+        """`PoolSearch.turns`, with continuations that advance constraints; `log_probs` `[beams, vocab]`."""
         [pool] = pools
-        total = totals(self.processors(ids, log_probs), pool.running)
+        total = totals(self.processors(ids, log_probs), pool.sums)
         candidates = best_totals(total, self.candidates(self.num_beams))
         going, pool = self.walk(pool, candidates)
         beams = [beam.tokens for beam in pool.live]
-        chosen = _pushed(candidates.part(going), beams, pool.progress, total, self.num_beams)
-        steps = zip(chosen.parents, chosen.tokens, strict=True)
+        best = _push_constraints(candidates.part(going), beams, pool.progress, total, self.num_beams)
+        steps = zip(best.parents, best.tokens, strict=True)
         progress = tuple(pool.progress[beam].after([token]) for beam, token in steps)
-        yield Turn(replace(self.step(pool, chosen, candidates.scores[0]), progress=progress), chosen, total)
+        yield Turn(replace(self.step(pool, best, candidates.scores[0]), progress=progress), best, total)
 
-    def closed(self, pool: BeamPool, beams: Iterable[tuple[Beam, str]]) -> BeamPool:
-        """Adds beams that fulfil the constraints, and the others if these are too few."""
+    def close(self, pool: BeamPool, beams: Iterable[tuple[Beam, str]]) -> BeamPool:
+        """Adds the beams that fulfil the constraints, and the other beams if too few do."""
         fulfilled, unfulfilled = list[tuple[Beam, str]](), list[tuple[Beam, str]]()
         for beam, progress in zip(beams, pool.progress, strict=True):
             (fulfilled if progress.fulfilled else unfulfilled).append(beam)
-        return super().closed(pool, fulfilled + (unfulfilled if len(fulfilled) < self.returned else []))
+        return super().close(pool, fulfilled + (unfulfilled if len(fulfilled) < self.count else []))
 
     def expand(self, seq: SequenceView, ends: Sequence[Branch], logits: Tensor, budget: Budget) -> Level:
         """The draft's beams: by default twice as many as the target's, without ended texts, with forced tokens."""
         ahead = self.ahead(budget)
         total = totals(self.draft_scores(seq, ends, logits), [end.score for end in ends])
-        generated = seq.tokens[seq.prompt_length :]
-        progress = [self.progress.after([*generated, *end.tokens]) for end in ends]
+        output = seq.tokens[seq.prompt_length :]
+        progress = [self.progress.after([*output, *end.tokens]) for end in ends]
         candidates = best_totals(total, ahead)
         beams = [tuple(end.tokens) for end in ends]
-        return branches(_pushed(candidates, beams, progress, total, ahead), ends)
+        return branches(_push_constraints(candidates, beams, progress, total, ahead), ends)
 
 
-def _pushed(
+def _push_constraints(
     candidates: Candidates,
     beams: Sequence[tuple[int, ...]],
     progress: Sequence[ConstraintProgress],

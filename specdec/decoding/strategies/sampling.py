@@ -13,7 +13,7 @@ from specdec.core.drafts import Sampler, SequenceView
 from specdec.core.tree import Step, Tree
 from specdec.core.work import Logits
 from specdec.decoding import noise
-from specdec.decoding.samplers import CoupledSampler, DrawnSampler, generated
+from specdec.decoding.samplers import CoupledSampler, DrawnSampler, num_generated
 from specdec.decoding.strategies.base import TextStrategy
 from specdec.errors import OptionError
 from specdec.options.generate import Options
@@ -37,8 +37,8 @@ class Coupled(TextStrategy):
     def sampler(self) -> Sampler | None:
         return CoupledSampler(self.processors.drafting, self.width, self.seed)
 
-    def choose(self, seq: SequenceView, new: list[int], out: Logits, node: int, processed: Tensor) -> int:
-        return noise.draw(processed, noise.key(self.seed, noise.COUPLED, generated(seq) + len(new)))
+    def choose(self, seq: SequenceView, new: list[int], out: Logits, node: int, scores: Tensor) -> int:
+        return noise.draw(scores, noise.key(self.seed, noise.COUPLED, num_generated(seq) + len(new)))
 
 
 class Match(Coupled):
@@ -89,10 +89,10 @@ class Rejection(Coupled):
     def sampler(self) -> Sampler | None:
         return DrawnSampler(self.processors.drafting, self.width, self.seed)
 
-    def choose(self, seq: SequenceView, new: list[int], out: Logits, node: int, processed: Tensor) -> int:
+    def choose(self, seq: SequenceView, new: list[int], out: Logits, node: int, scores: Tensor) -> int:
         """The first accepted child's token, or a draw from the residual of p after all children."""
-        tree, place, log_p = out.work.tree, (generated(seq), len(new)), processed
-        for order, (child, q) in enumerate(drawn_children(tree, node)):  # log_p: of the residual
+        tree, place, log_p = out.work.tree, (num_generated(seq), len(new)), scores
+        for order, (child, q) in enumerate(drawn_children(tree, node)):  # log_p: the residual
             token = tree.tokens[child]
             p = torch.softmax(log_p, dim=-1)
             r = noise.uniform(noise.key(self.seed, noise.ACCEPT, *place, order))
@@ -117,13 +117,13 @@ class _Stop:
 
 
 def child_weight(weight: float, p: Tensor, q: Tensor, token: int) -> float:
-    """The weight of the child `token`, which was drawn from `q`, given its parent's weight and p."""
-    ours, theirs = weight * float(p[token]), float(q[token])
-    return min(ours / theirs, 1.0) if theirs > 0 else float(ours > 0)
+    """The weight of the child `token`, drawn from `q`, of a node with this `weight` and `p`; both `[vocab]`."""
+    p_token, q_token = weight * float(p[token]), float(q[token])
+    return min(p_token / q_token, 1.0) if q_token > 0 else float(p_token > 0)
 
 
 def without_child(weight: float, p: Tensor, q: Tensor) -> tuple[float, Tensor]:
-    """A node's weight and p after the removal of a child that was drawn from `q`."""
+    """A node's weight and p after the removal of a child that was drawn from `q`; both `[vocab]`."""
     excess = (weight * p - q).clamp_(min=0.0)
     mass = float(excess.sum())
     remaining = mass + 1.0 - weight
@@ -154,44 +154,44 @@ class Block(Rejection):
     def emit(self, seq: SequenceView, new: list[int], out: Logits, node: int) -> Step:
         if "verdict" not in out.cache:  # how many tokens the round had emitted, and all that it emits after them
             after = range(node + 1, len(out.work.tree))
-            if not after or any(draft_distribution(out.work.tree, one) is None for one in after):
+            if not after or any(draft_distribution(out.work.tree, later) is None for later in after):
                 return super().emit(seq, new, out, node)
             out.cache["verdict"] = len(new), self._judge(seq, new, out, node)
         base, tokens = out.cache["verdict"]
-        processed = self.processed(seq, new, out, node)
+        scores = self.scores(seq, new, out, node)
         if len(new) - base < len(tokens):
-            return self.step(tokens[len(new) - base], out, node, processed)
+            return self.step(tokens[len(new) - base], out, node, scores)
         # The last token was drawn from the residual and equals the draft's: its logits exist, but the nodes below were
         # judged already and may not be used again.
-        key = noise.key(self.seed, noise.DRAW, generated(seq), len(new))
-        return self.step(noise.draw(processed, key), out, node, processed)
+        key = noise.key(self.seed, noise.DRAW, num_generated(seq), len(new))
+        return self.step(noise.draw(scores, key), out, node, scores)
 
     def _judge(self, seq: SequenceView, new: list[int], out: Logits, root: int) -> list[int]:
         """The tokens after `root`, before which this round has emitted `new`.
 
         The path goes down to first children, and back up where it does not end.
         """
-        tree, start = out.work.tree, generated(seq)
+        tree, start = out.work.tree, num_generated(seq)
 
-        def stop(node: int, weight: float, path: list[int]) -> _Stop:
-            log_p = self.processed(seq, new + path, out, node)
+        def visit(node: int, weight: float, path: list[int]) -> _Stop:
+            log_p = self.scores(seq, new + path, out, node)
             return _Stop(node, weight, iter(drawn_children(tree, node)), log_p, torch.softmax(log_p, dim=-1))
 
-        way, path = [stop(root, 1.0, [])], list[int]()
+        stops, path = [visit(root, 1.0, [])], list[int]()
         while True:
-            here, place = way[-1], len(new) + len(path)
-            drawn = next(here.children, None)
-            if drawn is not None:
-                child, q = drawn
+            last, place = stops[-1], len(new) + len(path)
+            draw = next(last.children, None)
+            if draw is not None:
+                child, q = draw
                 path.append(tree.tokens[child])
-                way.append(stop(child, child_weight(here.weight, here.p, q, path[-1]), path))
-            elif not path or noise.uniform(noise.key(self.seed, noise.ACCEPT, start, place, here.node)) < here.weight:
-                return [*path, noise.draw(here.log_p, noise.key(self.seed, noise.DRAW, start, place))]
+                stops.append(visit(child, child_weight(last.weight, last.p, q, path[-1]), path))
+            elif not path or noise.uniform(noise.key(self.seed, noise.ACCEPT, start, place, last.node)) < last.weight:
+                return [*path, noise.draw(last.log_p, noise.key(self.seed, noise.DRAW, start, place))]
             else:
                 path.pop()
-                way.pop()
+                stops.pop()
                 # The path ends neither at this node nor below it: it leaves the tree.
-                parent, q_ = way[-1], draft_distribution(tree, here.node)
+                parent, q_ = stops[-1], draft_distribution(tree, last.node)
                 assert q_ is not None
                 parent.weight, parent.p = without_child(parent.weight, parent.p, q_)
                 parent.log_p = parent.p.log()

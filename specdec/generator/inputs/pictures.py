@@ -79,8 +79,8 @@ def open_picture(source: Any, *, fetch: bool = False, pixels: int = PIXELS) -> A
         ) from None
     if not isinstance(source, Image.Image | str | PathLike):
         raise OptionError.of("image", "a path, a PIL image or a data URL", type(source).__name__)
-    is_named = isinstance(source, str | PathLike) and not str(source).startswith("data:")
-    name = f"the picture {str(source)[:80]!r}" if is_named else "the picture"
+    is_name = isinstance(source, str | PathLike) and not str(source).startswith("data:")
+    name = f"the picture {str(source)[:80]!r}" if is_name else "the picture"
     try:
         image = source if isinstance(source, Image.Image) else Image.open(_file(str(source), fetch), formats=_FORMATS)
         if image.width * image.height > pixels:

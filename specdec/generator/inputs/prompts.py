@@ -122,7 +122,7 @@ def read_prompts(
     else:
         ids = _read(value, *how)
         prompts = _prompts(ids, options)
-        if target.sees:
+        if target.reads_media:
             whole = bool(options.output_hidden_states or options.output_attentions or options.penalty_alpha)
             pictures = read_pictures(target, inputs, ids.unpadded, ids.mask, whole=whole)
             rows = [replace(row, pictures=part) for row, part in zip(prompts.rows, pictures, strict=True)]
@@ -180,16 +180,16 @@ def _in_place_of_ids(target: LanguageModel) -> tuple[str, ...]:
 
 def _check_beside(inputs: Mapping[str, Any], target: LanguageModel) -> None:
     """Raises for inputs that a target without an encoder does not read beside its text."""
-    if target.sees and "inputs_embeds" in inputs and (odd := sorted(PICTURES & inputs.keys())):
+    if target.reads_media and "inputs_embeds" in inputs and (odd := sorted(PICTURES & inputs.keys())):
         raise OptionError(f"`{odd[0]}` and `inputs_embeds` both stand for parts of the prompt: pass ids and pictures")
     types = inputs.get("token_type_ids") if "token_type_ids" in target.input_names else None
-    if not target.sees and (odd := sorted(PICTURES - FEATURES.keys() & inputs.keys())):
+    if not target.reads_media and (odd := sorted(PICTURES - FEATURES.keys() & inputs.keys())):
         if types is None or len(odd) > 1:
             raise UnsupportedError(f"`{odd[0]}` is for models that see pictures; this target does not: leave it out")
         if not adds_zero_types(target.model) or bool(_tensor("token_type_ids", types).any()):
             name = type(target.model).__name__
             raise UnsupportedError(f"`token_type_ids` other than the zeros that {name} adds are not read: leave it out")
-    features = () if target.sees else FEATURES
+    features = () if target.reads_media else FEATURES
     for name in (*features, "encoder_outputs", "decoder_input_ids", "decoder_attention_mask"):
         if name in inputs:
             kinds = "models that see or hear, or have an encoder" if name in PICTURES else "models with an encoder"
@@ -324,14 +324,14 @@ def _encoding(inputs: Mapping[str, Any], encoder: Mapping[str, Tensor], target: 
         return None
     way_out, mask = "pass what the encoder returned", None
     if not isinstance(outputs, Encoding):
-        is_named = isinstance(outputs, ModelOutput) and "last_hidden_state" in outputs
+        is_output = isinstance(outputs, ModelOutput) and "last_hidden_state" in outputs
         first = outputs[0] if isinstance(outputs, tuple | list | ModelOutput) and len(outputs) else outputs
-        hidden = outputs.get("pooler_output", first) if is_named and first.dim() > 3 else first
+        hidden = outputs.get("pooler_output", first) if is_output and first.dim() > 3 else first
         if not isinstance(hidden, Tensor) or hidden.dim() != 3:
             expected = "hidden states [rows, frames, width]"
             raise OptionError.of("encoder_outputs", expected, type(hidden).__name__, way_out)
         mask = encoder.get("attention_mask") if encoder else _encoder_mask(inputs, len(hidden))
-        outputs = target.encoding_of(_moved(outputs if is_named else {"last_hidden_state": hidden}, target), mask)
+        outputs = target.encoding_of(_moved(outputs if is_output else {"last_hidden_state": hidden}, target), mask)
     width = source_width(target.model)
     rows, frames = outputs.hidden.shape[:2]
     if outputs.hidden.shape[-1] != width or not frames:

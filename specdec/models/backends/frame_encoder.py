@@ -66,7 +66,7 @@ class FrameEncoder:
         hidden: Tensor = self._encoder.layer_norm(x)
         return hidden
 
-    def projected(self, hidden: Tensor) -> list[tuple[Tensor, Tensor]]:
+    def project(self, hidden: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Keys and values `[rows, heads, positions, head width]` of the encoder's output, for each decoder layer.
 
         In memory the entries of one key are `positions` numbers from each other, as attention reads them fastest.

@@ -104,7 +104,7 @@ class KvSession(KvCache):
             embeds = [row.work.embeds for row in rows if row.work.embeds is not None]
             inputs = inputs._replace(ids=torch.cat(embeds)[None])
         widths, frames = ragged.model.widths, [] if cross is None else cross.buffers.pairs()
-        buffers = self.buffers.pairs(widths, self._like)  # of more layers, where it runs the rows of a deeper model
+        buffers = self.buffers.pairs(widths, self._like)  # more layers, if the session runs the rows of a deeper model
         return inputs._replace(buffers=buffers[: len(widths)], frames=frames[: len(widths)])
 
     @property

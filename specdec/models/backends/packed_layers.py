@@ -245,12 +245,12 @@ def changed(model: Any, change: Callable[[], Callable[[], None]]) -> Callable[[]
 
 
 def likeness(logits: Tensor, expected: Tensor) -> float:
-    """The cosine of all logits of a pass and the expected logits."""
+    """The cosine of all `logits` of a pass and the `expected` ones, both `[..., vocab]`."""
     return float(torch.cosine_similarity(logits.flatten().float(), expected.flatten().float(), dim=0))
 
 
 def alike(logits: Tensor, expected: Tensor, model: nn.Module) -> bool:
-    """Whether logits of a model are equal but for the roundings of half precision and of rows in 8 bits."""
+    """Whether logits `[..., vocab]` are the expected ones, but for half precision and rows in 8 bits."""
     rounds = any(isinstance(module, kernels.PackedLinear) and module.rounds for module in model.modules())
     is_exact = expected.dtype in (torch.float32, torch.float64) and not rounds
     least = _EQUAL if is_exact else _EQUAL_IN_HALF

@@ -19,7 +19,7 @@ from specdec.errors import UnsupportedError
 from specdec.models.backends.ragged_inputs import RowNodes
 from specdec.models.cache.kv_cache import CacheRow, KvCache
 from specdec.models.cache.layout import Layout
-from specdec.models.hf.private_api import CACHE, TAKES_MASKS, attention_of, returned
+from specdec.models.hf.private_api import CACHE, TAKES_MASKS, attention_of, per_layer
 from specdec.models.protocols import ModelSpec
 
 _OPTIONS = {"use_cache": True, "return_dict": True}
@@ -41,7 +41,7 @@ class PaddedPasses:
         # numpy reads a list in a third of torch's time
         ids = torch.from_numpy(np.array([work.tree.tokens])).to(self._language.device)
         inputs: dict[str, Any] = {"input_ids": ids, CACHE: self._cache.buffers} | _OPTIONS
-        if self._language.sees:
+        if self._language.reads_media:
             begin = row.columns.base + row.columns.shift
             inputs["position_ids"] = torch.arange(begin, begin + len(work.tree), device=self._language.device)[None]
         if self._logits_argument:
@@ -62,8 +62,8 @@ class PaddedPasses:
         last = {self._logits_argument: 1} if self._logits_argument else {}
         output = self._language.model(**pictures.inputs, **{CACHE: self._cache.buffers}, **_OPTIONS, **extras, **last)
         self._cache.passes += 1
-        states = tuple(None if layer is None else layer[0] for layer in returned(output, "hidden_states")) or None
-        attentions = tuple(layer[0, :, :, : pictures.length] for layer in returned(output, "attentions")) or None
+        states = tuple(None if layer is None else layer[0] for layer in per_layer(output, "hidden_states")) or None
+        attentions = tuple(layer[0, :, :, : pictures.length] for layer in per_layer(output, "attentions")) or None
         logits = output.logits[0, len(output.logits[0]) - work.num_logits :]
         return Logits(work, logits, hidden_states=states, attentions=attentions, passes=(self._cache.passes,))
 
@@ -152,7 +152,7 @@ class PaddedPasses:
         else:
             inputs[prefix + "input_ids"] = ids
         capability = self._language.capability
-        needs_positions = layout.view is not None or self._language.sees or capability.padding is not None
+        needs_positions = layout.view is not None or self._language.reads_media or capability.padding is not None
         if capability.positions == "ids" and needs_positions:
             inputs[prefix + "position_ids"] = capability.places(ids, layout.shifted())
         if layout.view is None:
@@ -181,9 +181,9 @@ class PaddedPasses:
         language, view = self._language, layout.view
         context: AbstractContextManager[None] = nullcontext()
         if language.capability.boundary is not None:
-            context = language.scaled(layout.spans())
+            context = language.scaling(layout.spans())
         elif view is not None:
-            context = language.looked_up(view.positions, view.key_positions)
+            context = language.lookup(view.positions, view.key_positions)
         with context:
             return language.model(**inputs)
 
@@ -193,8 +193,8 @@ def _extras(output: Any, layout: Layout, row: int, frames: int | None) -> dict[s
     size, row_map = layout.sizes[row], layout.maps[row]
     columns = [*range(row_map.base), *row_map.scattered, *range(row_map.top, row_map.top + size)]
     extras = {
-        "hidden_states": [None if layer is None else layer[row, :size] for layer in returned(output, "hidden_states")],
-        "attentions": [layer[row, :, :size, columns] for layer in returned(output, "attentions")],
-        "cross_attentions": [layer[row, :, :size, :frames] for layer in returned(output, "cross_attentions")],
+        "hidden_states": [None if layer is None else layer[row, :size] for layer in per_layer(output, "hidden_states")],
+        "attentions": [layer[row, :, :size, columns] for layer in per_layer(output, "attentions")],
+        "cross_attentions": [layer[row, :, :size, :frames] for layer in per_layer(output, "cross_attentions")],
     }
     return {name: tuple(layers) for name, layers in extras.items() if layers}

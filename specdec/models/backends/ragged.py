@@ -21,7 +21,7 @@ from specdec.models.backends.ragged_model import POSITIONS, RaggedModel
 from specdec.models.backends.recorded import draft_chain, record
 from specdec.models.cache.layout import ColumnMap
 from specdec.models.hf.model_state import runs_other_code
-from specdec.models.hf.private_api import CACHE, gives_hidden_states, returned
+from specdec.models.hf.private_api import CACHE, gives_hidden_states, per_layer
 from specdec.models.hf.sides import trial_ids
 from specdec.models.probe import trial_encoding
 from specdec.models.protocols import ModelSpec
@@ -130,7 +130,7 @@ class RaggedForward:
             call["encoder_outputs"] = encoding.output
         returns = gives_hidden_states(language.decoder)
         output = language.model(**call, use_cache=True, output_hidden_states=returns)
-        self.model.states = len(returned(output, "hidden_states"))
+        self.model.states = len(per_layer(output, "hidden_states"))
         pairs, size = _pairs(text), _TOKENS + 1
         self.model.widths = [(keys.shape[1], keys.shape[3], values.shape[3]) for keys, values in pairs]
         buffers: Any = [tuple(side.new_zeros(2, side.shape[1], size, side.shape[3]) for side in pair) for pair in pairs]

@@ -31,7 +31,7 @@ from specdec.models.cache.cross_attention import Frames
 from specdec.models.encoding import EncoderOutput
 from specdec.models.hf.derived import shallow_copy
 from specdec.models.hf.positions import Lookup
-from specdec.models.hf.private_api import CACHE, hidden_states_of, returned
+from specdec.models.hf.private_api import CACHE, hidden_states_of, per_layer
 from specdec.models.hf.sides import source_width
 from specdec.models.hf.wrappers import decoder_of
 from specdec.models.protocols import ModelSpec
@@ -177,7 +177,7 @@ class RaggedModel(nn.Module):
         with cross, self._position_lookup(inputs.positions), sigmoid:
             output = self.model(**arguments, output_hidden_states=hidden_states_of(layers))
         logits = output.logits if self._logits_argument else output.logits[:, inputs.logit_nodes]
-        return logits, returned(output, "hidden_states")
+        return logits, per_layer(output, "hidden_states")
 
     def inputs(self, ids: Tensor) -> Tensor:
         """Trial inputs for tokens `[1, nodes]`: themselves, or made-up embeddings."""

@@ -23,7 +23,7 @@ from specdec.core.work import Logits, Work
 from specdec.errors import OptionError
 from specdec.models.cache import recurrent_state
 from specdec.models.encoding import Encoding
-from specdec.models.hf.private_api import hidden_states_of, returned
+from specdec.models.hf.private_api import hidden_states_of, per_layer
 from specdec.models.protocols import ModelSpec, Session
 
 _LONG_REPLAY = 16  # tokens: more missing tokens get a pass alone, after which a snapshot is taken
@@ -283,7 +283,7 @@ class ReplaySession(Session):
             at = torch.arange(row.num_cached + 1, row.num_cached + len(tokens) + 1)
             spans = at[None].clamp(min=row.initial_length)
         try:
-            with self._language.scaled(spans):
+            with self._language.scaling(spans):
                 output = self._call(row, inputs)
         except BaseException:
             row.forget_cache()  # only some layers may have written
@@ -291,12 +291,12 @@ class ReplaySession(Session):
         self.passes += 1
         row.cache = output.get(self._cache_name) if self._language.capability.cache_kind == "replay" else None
         row.num_cached = row.num_cached + len(tokens) if row.cache is not None else 0
-        hidden = returned(output, "hidden_states")
+        hidden = per_layer(output, "hidden_states")
         return {
             "logits": output.logits[0, -num_last:],
             "hidden_states": tuple(None if layer is None else layer[0, -num_last:] for layer in hidden),
             **{
-                name: tuple(layer[0, :, -num_last:] for layer in returned(output, name))
+                name: tuple(layer[0, :, -num_last:] for layer in per_layer(output, name))
                 for name in ("attentions", "cross_attentions")
             },
         }

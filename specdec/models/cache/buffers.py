@@ -40,7 +40,7 @@ class KvLayer(DynamicLayer):  # type: ignore[misc]
         self.buffers: tuple[Tensor, Tensor] | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocates zeros: a masked column must not hold NaN, as 0 * NaN is NaN."""
+        """Allocates zeros, for states `[rows, heads, nodes, width]`: a masked NaN would still be NaN, as 0 * NaN is."""
         rows, capacity = self.parent.row_capacity, self.parent.capacity
         self.buffers = tuple(  # type: ignore[assignment]
             _zeros(t, rows, t.shape[1], capacity, t.shape[3]) for t in (key_states, value_states)
@@ -109,6 +109,7 @@ class KvBuffers(Cache):  # type: ignore[misc]
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
+        """One layer's keys and values, with the states `[rows, heads, nodes, width]` of the new nodes written."""
         return self.layers[layer_idx].update(key_states, value_states)
 
     def prepare(self, layout: Layout, first: int) -> None:

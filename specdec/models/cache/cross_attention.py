@@ -56,7 +56,7 @@ class CrossAttention:
 
     @torch.no_grad()
     def project(self, indices: Iterable[int]) -> None:
-        """Projects the new encodings of these rows, those of equal length together."""
+        """Projects the new encodings of these rows; encodings of equal length share a pass."""
         unprojected = self._unprojected.intersection(self.encoder_rows[index] for index in indices)
         if not unprojected:
             return
@@ -65,7 +65,7 @@ class CrossAttention:
             rows_by_length.setdefault(self._encodings[encoder_row].hidden.shape[1], []).append(encoder_row)
         for frames, encoder_rows in rows_by_length.items():
             union = Encoding.joined([self._encodings[encoder_row] for encoder_row in encoder_rows])
-            layers = self._language.projected(union)
+            layers = self._language.project(union)
             for i, encoder_row in enumerate(encoder_rows):
                 self.buffers.write_prefix(encoder_row, [(keys[i], values[i]) for keys, values in layers], frames)
         self._unprojected -= unprojected

@@ -35,7 +35,7 @@ def read_model(reader: GgufReader, config: Any, dtype: torch.dtype, *, packs: bo
     """
     model, parts = empty_model(config, dtype), tensor_map(reader, config)
     empty = dict(model.named_parameters(remove_duplicate=False))
-    counts = dict.fromkeys(empty, 0)  # of numbers that were read
+    counts = dict.fromkeys(empty, 0)  # how many numbers were read
     layers, rounded_kinds, mapped_bytes = dict[str, kernels.PackedLinear](), Counter[str](), 0
     matrices = pieces_of_experts(model, parts, reader) if packs else {}
     for name, tensor_parts in with_bar(parts.items(), "Loading weights"):

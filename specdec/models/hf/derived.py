@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from specdec.errors import OptionError, UnsupportedError
-from specdec.models.hf.patching import settled
+from specdec.models.hf.patching import attributes_of
 from specdec.models.hf.private_api import attention_of, class_of, set_attention
 from specdec.models.hf.wrappers import decoder_config, decoder_of
 
@@ -26,37 +26,37 @@ _DECODER = ("activation_function", "max_target_positions", "scale_embedding", "v
 
 
 def shallow_copy(model: Any, *, attention: str | None = None) -> Any:
-    """A model of copied modules that share all weights with `model`; changes of its modules stay its own.
+    """A model of copied modules that share all weights with `model`, but not later changes of modules.
 
     Its layers use the named `attention`, if any. Passes of `model` may run meanwhile.
     """
-    return _copied(model, set(model.modules()), None if attention is None else partial(set_attention, kind=attention))
+    return _copy(model, set(model.modules()), None if attention is None else partial(set_attention, kind=attention))
 
 
 def shallow_exit(model: Any, total: int, layers: int) -> Any:
     """`model` cut after the first `layers` of its `total` decoder layers; weights are shared, nothing is changed."""
     *names, last = _path_to_layers(model, total)
     above = [model.get_submodule(".".join(names[:depth])) for depth in range(len(names) + 1)]
-    if replaced := [type(module).__name__ for module in above if "forward" in vars(module)]:
-        raise UnsupportedError(f"{replaced[0]} has a replaced `forward` (offloading does that): no early exit for it")
-    shallow = _copied(model, set(above), partial(_cut, total=total, layers=layers))
+    if classes := [type(module).__name__ for module in above if "forward" in vars(module)]:
+        raise UnsupportedError(f"{classes[0]} has a replaced `forward` (offloading does that): no early exit for it")
+    shallow = _copy(model, set(above), partial(_cut, total=total, layers=layers))
     shallow.set_submodule(".".join([*names, last]), nn.ModuleList(list(getattr(above[-1], last))[:layers]))
     return shallow
 
 
-def _copied(model: Any, modules: set[nn.Module], change: Callable[[Any], None] | None) -> Any:
+def _copy(model: Any, modules: set[nn.Module], change: Callable[[Any], None] | None) -> Any:
     """`model` with copies of these `modules`; with `change`, which changes a config, they have copied configs too."""
     copies: dict[nn.Module, nn.Module] = {}
     configs: dict[int, Any] = {}
 
-    def of(module: nn.Module) -> nn.Module:
+    def copy_of(module: nn.Module) -> nn.Module:
         if module not in modules:
             return module
         if module not in copies:
             copies[module] = other = type(module).__new__(type(module))
             # Dicts are copied, so that hooks of one are not shared.
-            other.__dict__.update({n: v.copy() if isinstance(v, dict) else v for n, v in settled(module).items()})
-            children = {name: None if child is None else of(child) for name, child in module._modules.items()}
+            other.__dict__.update({n: v.copy() if isinstance(v, dict) else v for n, v in attributes_of(module).items()})
+            children = {name: None if child is None else copy_of(child) for name, child in module._modules.items()}
             other.__dict__["_modules"] = children
             if change is not None and hasattr(module, "config"):
                 if (key := id(module.config)) not in configs:
@@ -65,7 +65,7 @@ def _copied(model: Any, modules: set[nn.Module], change: Callable[[Any], None] |
                 other.__dict__["config"] = configs[key]
         return copies[module]
 
-    return of(model)
+    return copy_of(model)
 
 
 def _path_to_layers(model: Any, total: int) -> list[str]:
@@ -94,8 +94,8 @@ def on_encoder_of(target: Any, draft: Any) -> Any:
 
     Raises OptionError if the decoder's width differs from the encoder's.
     """
-    hears = target.config.model_type == "whisper" and target.config.is_encoder_decoder  # unlike a decoder alone
-    if type(draft).__name__ != "WhisperForCausalLM" or not hears:
+    has_encoder = target.config.model_type == "whisper" and target.config.is_encoder_decoder  # unlike a decoder alone
+    if type(draft).__name__ != "WhisperForCausalLM" or not has_encoder:
         return draft
     from transformers import WhisperForConditionalGeneration
 
@@ -110,11 +110,11 @@ def on_encoder_of(target: Any, draft: Any) -> Any:
         model = WhisperForConditionalGeneration(config)
     model.model.encoder, model.model.decoder = target.get_encoder(), draft.get_decoder()
     model.proj_out, model.generation_config = draft.proj_out, draft.generation_config
-    model.training = model.model.training = draft.training  # not that of the target's encoder
+    model.training = model.model.training = draft.training  # the target's encoder may have another mode
     return model
 
 
-def eyes(model: Any) -> dict[str, nn.Module]:
+def media_modules(model: Any) -> dict[str, nn.Module]:
     """The modules beside a model's decoder, by their names in its base model."""
     base, decoder = model.base_model, model.get_decoder()
     if base is decoder:
@@ -123,9 +123,9 @@ def eyes(model: Any) -> dict[str, nn.Module]:
 
 
 def part_class(auto_class: Any, config: Any, *, reads_text: bool) -> Any:
-    """A class that loads only the part that reads text, or the other; None for models that cannot be divided.
+    """A class that loads only the part that reads text, or only the rest; None for models that cannot be divided.
 
-    Give a loaded model its own class back (`class_of`), which can be pickled.
+    Set a loaded model's class to `class_of` again, which can be pickled.
     """
     kind = class_of(auto_class, config)
     if kind is None or config.is_encoder_decoder or not any(hasattr(config, name) for name in _CONFIGS):
@@ -134,15 +134,15 @@ def part_class(auto_class: Any, config: Any, *, reads_text: bool) -> Any:
     class Part(kind):  # type: ignore[misc, valid-type]
         def __init__(self, config: Any, *args: Any, **options: Any) -> None:
             super().__init__(config, *args, **options)
-            beside, base = eyes(self), self.base_model
-            dropped = [(base, name) for name in beside]
-            if beside and not reads_text:
-                dropped = [(base, name) for name, _ in base.named_children() if name not in beside]
-                dropped += [(self, name) for name, part in self.named_children() if part is not base]
-            for owner, name in dropped:
+            media, base = media_modules(self), self.base_model
+            removed = [(base, name) for name in media]
+            if media and not reads_text:
+                removed = [(base, name) for name, _ in base.named_children() if name not in media]
+                removed += [(self, name) for name, part in self.named_children() if part is not base]
+            for owner, name in removed:
                 delattr(owner, name)
-            ignored = {rf"(^|\.){re.escape(name)}\." for _, name in dropped}
-            setattr(self, _IGNORED, {*(getattr(self, _IGNORED, None) or ()), *ignored})
+            patterns = {rf"(^|\.){re.escape(name)}\." for _, name in removed}
+            setattr(self, _IGNORED, {*(getattr(self, _IGNORED, None) or ()), *patterns})
 
         def tie_weights(self, *args: Any, **options: Any) -> Any:
             return super().tie_weights(*args, **options) if reads_text else None

@@ -21,7 +21,7 @@ def is_offloaded(model: nn.Module) -> bool:
 
 
 def execution_device(module: nn.Module) -> torch.device:
-    """The device where `module` computes: its hook's if it has one, otherwise that of its weights."""
+    """The device where `module` computes: its hook's if it has one, otherwise its weights'."""
     for hook in hooks(module):
         if (place := getattr(hook, "execution_device", None)) is not None:
             return torch.device(place)
@@ -30,7 +30,7 @@ def execution_device(module: nn.Module) -> torch.device:
 
 
 @contextmanager
-def at_hand(module: nn.Module) -> Iterator[None]:
+def loaded_weights(module: nn.Module) -> Iterator[None]:
     """Context in which the module's own weights are on its device."""
     if not any(parameter.is_meta for parameter in module.parameters(recurse=False)):
         yield
@@ -43,7 +43,7 @@ def at_hand(module: nn.Module) -> Iterator[None]:
         hook.post_forward(module, None)
 
 
-def home(model: nn.Module, name: str) -> tuple[Any, str] | None:
+def weight_source(model: nn.Module, name: str) -> tuple[Any, str] | None:
     """The mapping from which accelerate reads the weight `name`, and its key there; None if no hook loads it."""
     parts = name.split(".")
     for depth in reversed(range(len(parts))):

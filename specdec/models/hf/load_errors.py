@@ -26,7 +26,7 @@ _NAME = "check the name, or convert the checkpoint to safetensors if that is wha
 
 
 def check_folder(source: str | os.PathLike[str], argument: str = "model") -> None:
-    """Raises OptionError if `source` can only be a path, as a GGUF file's, and no such folder exists."""
+    """Raises OptionError if `source` can only be a path, as a GGUF file's, and nothing is there."""
     name = str(source)
     only_a_path = not isinstance(source, str) or name.startswith((".", "~", os.sep)) or name.count("/") > 1
     only_a_path |= name.endswith(".gguf")
@@ -37,7 +37,7 @@ def check_folder(source: str | os.PathLike[str], argument: str = "model") -> Non
 
 
 @contextmanager
-def explained(name: str, argument: str = "model") -> Iterator[None]:
+def explain_errors(name: str, argument: str = "model") -> Iterator[None]:
     """Context that raises errors of loading `name` as OptionError if another argument would help, else as LoadError.
 
     `argument` is the caller's word for it. Frames of the failed load, which may hold half a model, are cleared.
@@ -61,7 +61,7 @@ def explained(name: str, argument: str = "model") -> Iterator[None]:
 def check_reached(error: Exception, name: str, argument: str = "model") -> None:
     """Raises LoadError if `error` means that the hub is unreachable, as another request would take long."""
     if _cause(error) is _AWAY:
-        with explained(name, argument):
+        with explain_errors(name, argument):
             raise error
 
 

@@ -28,12 +28,12 @@ class LoadHook(QuantizationConfigMixin):  # type: ignore[misc]
 
 
 def with_bar(parts: Collection[Part], doing: str) -> Iterable[Part]:
-    """These parts of loading under a bar of transformers', which its logging settings hide, and a command shows."""
+    """The parts, under a progress bar of transformers, which its logging settings hide, and a command shows."""
     return logging.tqdm(parts, desc=doing)
 
 
-def initialized() -> Tensor:
-    """What stands for a weight that a module lacks: GPT-2 initialises the weights of its layers' layers by name."""
+def placeholder() -> Tensor:
+    """An empty tensor for a weight that a module lacks: GPT-2 initialises weights of inner layers by their names."""
     tensor: Any = torch.empty(0)
     tensor._is_hf_initialized = True  # transformers leaves it alone
     return tensor

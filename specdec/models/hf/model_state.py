@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from specdec.models.hf.patching import settled
+from specdec.models.hf.patching import attributes_of
 from specdec.models.hf.private_api import CAPTURING
 
 
@@ -25,8 +25,8 @@ def origins(model: nn.Module) -> dict[str, list[Any]]:
             if weight is not None:
                 address = weight.data_ptr() if type(weight) is nn.Parameter else id(weight)  # some have no memory
                 weights.append((address, 0 if weight.is_inference() else weight._version))
-        attached = (*module._forward_pre_hooks.items(), *module._forward_hooks.items())
-        hooks += [key for key, hook in attached if getattr(hook, "__module__", "") != CAPTURING]
+        module_hooks = (*module._forward_pre_hooks.items(), *module._forward_hooks.items())
+        hooks += [key for key, hook in module_hooks if getattr(hook, "__module__", "") != CAPTURING]
         if hasattr(module, "merged_adapters"):  # a layer of PEFT
             layer: Any = module
             names = list(layer.active_adapters), list(layer.merged_adapters)
@@ -35,8 +35,8 @@ def origins(model: nn.Module) -> dict[str, list[Any]]:
 
 
 def runs_other_code(model: nn.Module) -> bool:
-    """Whether modules have hooks or a `forward` of their own, which recorded passes would not call."""
-    return bool(origins(model)["hooks"]) or any("forward" in settled(module) for module in model.modules())
+    """Whether modules have hooks or a replaced `forward`, which recorded passes would not call."""
+    return bool(origins(model)["hooks"]) or any("forward" in attributes_of(module) for module in model.modules())
 
 
 def float32_is_rounded(device: torch.device) -> bool:
@@ -48,8 +48,8 @@ def float32_is_rounded(device: torch.device) -> bool:
 
 @cache
 def _device_types() -> tuple[str, ...]:
-    here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return ("cpu",) if here is None else ("cpu", here.type)
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
 
 
 @contextmanager

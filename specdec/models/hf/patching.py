@@ -18,36 +18,36 @@ Method = tuple[nn.Module, str]
 CHANGING = threading.Lock()  # held while attributes of modules are replaced
 
 
-class _Wanted(threading.local):
+class _Overrides(threading.local):
     methods: Mapping[Method, Callable[..., Any]] = {}
 
 
-_wanted = _Wanted()
+_overrides = _Overrides()
 
 
 @contextmanager
-def overridden(methods: Mapping[Method, Callable[..., Any]]) -> Iterator[None]:
+def override(methods: Mapping[Method, Callable[..., Any]]) -> Iterator[None]:
     """Context in which this thread's calls of these `(module, name)` methods call the given functions."""
-    before, _wanted.methods = _wanted.methods, {**_wanted.methods, **methods}
+    before, _overrides.methods = _overrides.methods, {**_overrides.methods, **methods}
     stand_ins = []
     try:
         with CHANGING:
             for method in methods:
-                stand_ins.append(_StandIn.put(method))
+                stand_ins.append(_StandIn.install(method))
         yield
     finally:
         with CHANGING:
             for stand_in in stand_ins:
                 stand_in.leave()
-        _wanted.methods = before
+        _overrides.methods = before
 
 
-def settled(module: nn.Module) -> dict[str, Any]:
+def attributes_of(module: nn.Module) -> dict[str, Any]:
     """A module's own attributes, without stand-ins."""
     with CHANGING:
         state = dict(vars(module))
     stand_ins = {name: value for name, value in state.items() if type(value) is _StandIn}
-    originals = {name: one.original for name, one in stand_ins.items() if one.own}
+    originals = {name: stand_in.original for name, stand_in in stand_ins.items() if stand_in.on_instance}
     return {name: value for name, value in state.items() if name not in stand_ins} | originals
 
 
@@ -57,10 +57,10 @@ class _StandIn:
     def __init__(self, method: Method) -> None:
         module, name = self.method = method
         self.original, self.users = getattr(module, name), 0
-        self.own = name in vars(module)  # accelerate's hooks set one
+        self.on_instance = name in vars(module)  # accelerate's hooks set one
 
     @classmethod
-    def put(cls, method: Method) -> _StandIn:
+    def install(cls, method: Method) -> _StandIn:
         """The method's stand-in, with one more user; set directly, as `nn.Module.__setattr__` is slow."""
         module, name = method
         stand_in = vars(module).get(name)
@@ -74,10 +74,10 @@ class _StandIn:
         module, name = self.method
         self.users -= 1
         if self.users == 0 and vars(module).get(name) is self:
-            if self.own:
+            if self.on_instance:
                 vars(module)[name] = self.original
             else:
                 del vars(module)[name]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return _wanted.methods.get(self.method, self.original)(*args, **kwargs)
+        return _overrides.methods.get(self.method, self.original)(*args, **kwargs)

@@ -1,9 +1,9 @@
-"""Positions for models whose forward does not take them, or scales them: methods are overridden in our passes.
+"""Positions for models whose forward does not take them, or scales them: our passes override methods.
 
-Of rotary positions whose scaling depends on the length (LongRoPE, dynamic NTK) each node has its own span. The library
-scales a pass by its largest position, so drafted nodes and longer rows would change other results, and dynamic scaling
-remembers the longest text. Here a node's span is the length of the text when plain decoding would have read it; the
-library's module runs once per span, on a copy in its initial state.
+Where rotary scaling depends on the length (LongRoPE, dynamic NTK), each node has a span. The library scales a pass by
+its largest position, so drafted nodes and longer rows would change other results, and dynamic scaling remembers the
+longest text. Here a node's span is the length of the text when plain decoding would have read it; the library's module
+runs once per span, on a copy in its initial state.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from specdec.errors import UnsupportedError
-from specdec.models.hf.device_hooks import at_hand, execution_device
-from specdec.models.hf.patching import Method, overridden
+from specdec.models.hf.device_hooks import execution_device, loaded_weights
+from specdec.models.hf.patching import Method, override
 
 STYLES = ("embedding", "bias", "alibi")
 
@@ -30,12 +30,12 @@ class Lookup:
     """The methods by which a decoder derives positions in a style of `STYLES`; UnsupportedError if there are none."""
 
     def __init__(self, decoder: nn.Module, style: str) -> None:
-        # The methods to override, and by what: `own(module, query, key, *arguments of the model)`.
+        # The methods to override, and by what: `function(module, query, key, *arguments of the model)`.
         self._methods: dict[Method, Callable[..., Any]] = {(decoder, "build_alibi_tensor"): _alibi}
         if style == "bias":
             layers = [module for module in decoder.modules() if getattr(module, "has_relative_attention_bias", False)]
-            biased = [(layer, "compute_bias") for layer in layers if hasattr(layer, "compute_bias")]
-            self._methods = dict.fromkeys(biased, _relative_bias)
+            methods = [(layer, "compute_bias") for layer in layers if hasattr(layer, "compute_bias")]
+            self._methods = dict.fromkeys(methods, _relative_bias)
         if style == "embedding":
             if not isinstance(module := getattr(decoder, "embed_positions", None), nn.Module):
                 raise UnsupportedError(f"{type(decoder).__name__} has no `embed_positions` to look positions up in")
@@ -43,7 +43,7 @@ class Lookup:
 
     def running(self, query: Tensor, key: Tensor) -> AbstractContextManager[None]:
         """Context in which this thread's passes use positions `query` `[rows, nodes]` and `key` `[rows, end]`."""
-        return overridden(
+        return override(
             {method: partial(original, method[0], query, key) for method, original in self._methods.items()}
         )
 
@@ -53,7 +53,7 @@ def _embedding(module: Any, query: Tensor, key: Tensor, *_: Any, **__: Any) -> T
     if getattr(module, "weight", None) is None:  # fairseq's sinusoids start after the padding index
         table = module.weights
         return functional.embedding(query.to(table.device) + int(module.padding_idx) + 1, table)
-    with at_hand(module):
+    with loaded_weights(module):
         return functional.embedding(query.to(module.weight.device) + getattr(module, "offset", 0), module.weight)
 
 
@@ -95,9 +95,9 @@ class Scaling:
         methods: dict[Method, Callable[..., Any]] = {}
         for module in self._modules:
             # Spans that scale alike made equal: all up to the boundary, and for LongRoPE all beyond it.
-            alike = spans.clamp(self._boundary, self._boundary + 1 if module.rope_type == "longrope" else None)
-            methods[module, "forward"] = partial(_angles, module, alike)
-        return overridden(methods)
+            equal_spans = spans.clamp(self._boundary, self._boundary + 1 if module.rope_type == "longrope" else None)
+            methods[module, "forward"] = partial(_angles, module, equal_spans)
+        return override(methods)
 
 
 def _depends_on_length(module: Any) -> bool:
@@ -110,20 +110,20 @@ def _angles(module: Any, spans: Tensor, x: Tensor, position_ids: Tensor, *args: 
     """The angles of a rotary module for `position_ids` `[rows, nodes]`, each node scaled by its span."""
     if position_ids.dim() != 2:
         raise UnsupportedError(f"{type(module).__name__} has several positions per token: no scaling by length")
-    merged: Any = None
+    result: Any = None
     for span in torch.unique(spans).tolist():
-        here = (spans == span).to(position_ids.device)
-        ids = torch.where(here, position_ids, 0)
+        is_span = (spans == span).to(position_ids.device)
+        ids = torch.where(is_span, position_ids, 0)
         last = ids.new_full((len(ids), 1), span - 1)  # the largest position decides
         angles = type(module).forward(_as_built(module), x, torch.cat([ids, last], 1), *args, **kwargs)
-        merged = angles if merged is None else _merged(here, angles, merged)
-    return tuple(part[:, :-1] for part in merged) if isinstance(merged, tuple) else merged[:, :-1]
+        result = angles if result is None else _merge(is_span, angles, result)
+    return tuple(part[:, :-1] for part in result) if isinstance(result, tuple) else result[:, :-1]
 
 
-def _merged(here: Tensor, new: Any, old: Any) -> Any:
+def _merge(is_span: Tensor, new: Any, old: Any) -> Any:
     if isinstance(new, tuple):
-        return tuple(_merged(here, *pair) for pair in zip(new, old, strict=True))
-    return torch.where(functional.pad(here, (0, 1))[..., None], new, old)
+        return tuple(_merge(is_span, *pair) for pair in zip(new, old, strict=True))
+    return torch.where(functional.pad(is_span, (0, 1))[..., None], new, old)
 
 
 def _as_built(module: nn.Module) -> Any:

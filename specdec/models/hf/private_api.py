@@ -47,7 +47,7 @@ def set_attention(config: Any, kind: str | None) -> None:
 
 
 def with_experts(config: Any, kind: str) -> Any:
-    """A copy of a config, whose modules' experts a function of this name computes."""
+    """A copy of a config; its modules compute experts by the function of this name."""
     other = copy(config)
     other._experts_implementation = kind
     return other
@@ -58,7 +58,7 @@ def hidden_states_of(layers: bool | Sequence[int]) -> bool | Sequence[int]:
     return layers if isinstance(layers, bool) or hasattr(output_capturing, "selected_hidden_states") else bool(layers)
 
 
-def returned(output: Any, name: str) -> Sequence[Any]:
+def per_layer(output: Any, name: str) -> Sequence[Any]:
     """The states or attentions of this name in an output, one per layer: encoder-decoders prefix their decoder's."""
     return output.get(name) or output.get(f"decoder_{name}") or ()
 
@@ -84,7 +84,7 @@ def class_of(auto_class: Any, config: Any) -> Any:
 
 
 def text_class(model: Any) -> str | None:
-    """The `AutoModelFor…` class that makes another class than a model's of its config, with a language head."""
+    """The `AutoModelFor…` class that loads a model's config as another class, with a language head."""
     kinds = [AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq, AutoModelForImageTextToText]
     classes = {kind.__name__: class_of(kind, model.config) for kind in [*kinds, AutoModelForMultimodalLM]}
     return next((name for name, kind in classes.items() if kind not in (None, type(model))), None)
@@ -96,9 +96,9 @@ def skipped_keys(model: Any) -> Any:
 
 
 def quantizes(model: Any) -> Callable[[str], bool]:
-    """Whether quantization converts a module, by name, as transformers' own: not heads, ties and float32."""
-    excluded = [*get_keys_to_not_convert(model), *(model._keep_in_fp32_modules or ())]
-    return partial(should_convert_module, patterns=excluded)
+    """Whether a module, by name, is quantized, as transformers decides: not heads, ties and float32."""
+    patterns = [*get_keys_to_not_convert(model), *(model._keep_in_fp32_modules or ())]
+    return partial(should_convert_module, patterns=patterns)
 
 
 def int8_linear(rows: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
@@ -143,7 +143,7 @@ def transcript(
 ) -> tuple[str, dict[str, Any]]:
     """Text and chunks of a Whisper tokenizer's overlapping outputs, merged as the library's pipeline does.
 
-    `languages`: the tokens that name one.
+    `languages`: the tokens that name a language.
     """
-    how = {"return_timestamps": timestamps, "return_language": language, "time_precision": seconds}
-    return type(tokenizer)._decode_asr(_WithSpecialIds(tokenizer, languages), outputs, **how)
+    options = {"return_timestamps": timestamps, "return_language": language, "time_precision": seconds}
+    return type(tokenizer)._decode_asr(_WithSpecialIds(tokenizer, languages), outputs, **options)

@@ -1,8 +1,7 @@
 """Results of trials with the installed libraries: once per process, and successes once per machine.
 
-Each success is a file, named by a digest of itself and the releases, in `specdec/probes` in `$XDG_CACHE_HOME` (by
-default `~/.cache`), or in `$SPECDEC_PROBES`. The next process repeats failed trials, as an update may have repaired
-them.
+Each success is a file, named by a digest of the claim and the releases, in `specdec/probes` in `$XDG_CACHE_HOME` (by
+default `~/.cache`), or in `$SPECDEC_PROBES`. The next process repeats failed trials: an update may help.
 """
 
 from __future__ import annotations
@@ -25,30 +24,30 @@ from specdec.kernels.cache_files import cache_folder, unwritable
 _log = logging.getLogger(__name__)
 _FOLDER = "SPECDEC_PROBES"
 _TRYING = threading.Lock()
-_found: dict[str, bool] = {}
+_results: dict[str, bool] = {}
 
 
-def holds(what: str, trial: Callable[[], bool | None]) -> bool:
-    """Whether `what` holds, from the cache or by `trial`; None (cannot be tried) counts as True in this process.
+def holds(claim: str, trial: Callable[[], bool | None]) -> bool:
+    """Whether `claim` holds, from the cache or by `trial`; None (cannot be tried) counts as True in this process.
 
     Runs one trial at a time; if it raises, nothing is remembered.
     """
     with _TRYING:
-        if what not in _found:
-            marker = _marker(what)
+        if claim not in _results:
+            marker = _marker(claim)
             is_marked = marker is not None and os.path.exists(marker)
             result = is_marked or trial()
-            _found[what] = result is not False
+            _results[claim] = result is not False
             if result and not is_marked and marker is not None:
-                _mark(marker, what)
-        return _found[what]
+                _mark(marker, claim)
+        return _results[claim]
 
 
-def _marker(what: str) -> Path | None:
-    """The file that says that `what` holds with these releases; None without a home folder."""
+def _marker(claim: str) -> Path | None:
+    """The file that says that `claim` holds with these releases; None without a home folder."""
     releases = f"transformers {transformers.__version__}, torch {torch.__version__}, specdec {__version__}"
     place = probe_folder()
-    return None if place is None else place / hashlib.sha256(f"{releases}\n{what}".encode()).hexdigest()[:16]
+    return None if place is None else place / hashlib.sha256(f"{releases}\n{claim}".encode()).hexdigest()[:16]
 
 
 def probe_folder() -> Path | None:
@@ -58,14 +57,14 @@ def probe_folder() -> Path | None:
     return None
 
 
-def _mark(marker: Path, what: str) -> None:
+def _mark(marker: Path, claim: str) -> None:
     try:
         marker.parent.mkdir(parents=True, exist_ok=True)
-        marker.write_text(what, "utf-8")
+        marker.write_text(claim, "utf-8")
     except OSError as error:  # the next process repeats the trial
         _warn(str(unwritable(marker.parent, _FOLDER, error)))
 
 
 @cache
-def _warn(lack: str) -> None:
-    _log.warning("results of trials are not kept, so every load takes longer: %s", lack)
+def _warn(reason: str) -> None:
+    _log.warning("results of trials are not kept, so every load takes longer: %s", reason)

@@ -20,9 +20,9 @@ def input_names(side: Any) -> frozenset[str]:
 
 
 def text_config(model: Any) -> Any:
-    """The config of a model's text: that of its decoder, unless one class describes both sides.
+    """The config of a model's text: its decoder's config, unless one class describes both sides.
 
-    Of a config for both the library would build a renamed copy, with defaults for what is missing.
+    Of a config for both sides the library would build a renamed copy, with defaults for missing fields.
     """
     if not model.config.is_encoder_decoder:
         return model.config.get_text_config(decoder=True)
@@ -34,7 +34,7 @@ def text_embedding(model: Any) -> Any:
     """The embedding of the text's tokens, which is the decoder's; UnsupportedError for a model that names none."""
     decoder = model.get_decoder() if model.config.is_encoder_decoder else model
     for side in (decoder, model):
-        with suppress(AttributeError, NotImplementedError):  # of modules, and of classes without a name for it
+        with suppress(AttributeError, NotImplementedError):  # modules raise these, and classes without a name for it
             return side.get_input_embeddings()
     raise UnsupportedError(f"{type(model).__name__} has no embedding of tokens: call `model.generate`")
 
@@ -56,7 +56,7 @@ def num_source_ids(model: Any) -> int | None:
 
 def _num_ids(side: Any) -> int | None:
     embedding = getattr(side, "embed_tokens", None)
-    with suppress(AttributeError, NotImplementedError):  # of modules, and of models that look up hashes of ids
+    with suppress(AttributeError, NotImplementedError):  # modules raise these, and models that look up hashes of ids
         embedding = side.get_input_embeddings()
     count = getattr(embedding, "num_embeddings", None)
     return None if count is None else int(count)
@@ -92,7 +92,7 @@ def source_width(model: Any) -> int:
 def frame_mask(model: Any, output: Any, input_mask: Any) -> Tensor | None:
     """Which frames `[rows, frames]` of an encoder's output the decoder sees, as the model's forward says; None: all.
 
-    Encoders of text have a frame for each input. Those of sound have fewer, and say which in their output or by a
+    Encoders of text have a frame for each input. Encoders of sound have fewer, and say which in their output or by a
     private method.
     """
     hidden = output["last_hidden_state"]
@@ -106,8 +106,8 @@ def frame_mask(model: Any, output: Any, input_mask: Any) -> Tensor | None:
     owner: Any
     for owner in (encoder, getattr(encoder, "prenet", None)):  # Speech2Text, Wav2Vec2 and its kin; SpeechT5
         if hasattr(owner, "_get_feature_vector_attention_mask"):
-            of_frames: Tensor = owner._get_feature_vector_attention_mask(frames, input_mask)
-            return of_frames
+            valid: Tensor = owner._get_feature_vector_attention_mask(frames, input_mask)
+            return valid
     for owner in (model, encoder):  # SeamlessM4T
         if hasattr(owner, "_compute_sub_sample_lengths_from_attention_mask"):
             lengths = owner._compute_sub_sample_lengths_from_attention_mask(input_mask)

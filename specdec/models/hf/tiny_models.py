@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
 
-from specdec.models.hf.derived import eyes
+from specdec.models.hf.derived import media_modules
 from specdec.models.hf.wrappers import decoder_config
 
 VOCABULARY = 64
@@ -82,17 +82,17 @@ def tiny_model(model_type: str, **options: Any) -> Any:
     sizes = deepcopy(SIZES[model_type])  # configs change their arguments
     vocabulary = dict.fromkeys(["vocab_size", "decoder_vocab_size"], VOCABULARY)
     config = AutoConfig.for_model(model_type, **{**_IDS, **vocabulary, **sizes, **options})
-    return built(config)
+    return random_model(config)
 
 
-def built(config: Any, seed: int = 0) -> Any:
+def random_model(config: Any, seed: int = 0) -> Any:
     """A model of this config, with large random weights in float32, in eval mode."""
     kind: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     kind = AutoModelForSpeechSeq2Seq if config.model_type == "whisper" else kind
-    return shaken(lambda: kind.from_config(config, dtype=torch.float32), seed)
+    return with_random_weights(lambda: kind.from_config(config, dtype=torch.float32), seed)
 
 
-def shaken(make: Callable[[], Any], seed: int = 0) -> Any:
+def with_random_weights(make: Callable[[], Any], seed: int = 0) -> Any:
     """The model that `make` makes, with large random weights on the CPU, in eval mode."""
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(seed)
@@ -115,9 +115,9 @@ def tiny_alike(model: Any, family: Any) -> Any:
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(0)
         if part is model.config:
-            alone = type(model)(tiny)
-            shake(alone)
-            return alone.eval()
+            decoder = type(model)(tiny)
+            shake(decoder)
+            return decoder.eval()
         [place] = [name for name, value in vars(model.config).items() if value is part]
         config = deepcopy(model.config)
         setattr(config, place, tiny)
@@ -132,15 +132,15 @@ def tiny_alike(model: Any, family: Any) -> Any:
 
 def _fill(wrapper: Any) -> None:
     """Gives weights to the modules around the decoder through which text passes, and empty ones to the others."""
-    unread = [wrapper.get_encoder()] if wrapper.config.is_encoder_decoder else eyes(wrapper).values()
+    unread = [wrapper.get_encoder()] if wrapper.config.is_encoder_decoder else media_modules(wrapper).values()
     unread_modules = {module for part in unread for module in part.modules()}
     for module in wrapper.modules():
         for tensors in (module._parameters, module._buffers):
             for name, tensor in tensors.items():
                 if tensor is not None and tensor.is_meta:
-                    filled = torch.zeros(0 if module in unread_modules else tensor.shape, dtype=tensor.dtype)
+                    weight = torch.zeros(0 if module in unread_modules else tensor.shape, dtype=tensor.dtype)
                     tensors[name] = (
-                        nn.Parameter(filled, tensor.requires_grad) if tensors is module._parameters else filled
+                        nn.Parameter(weight, tensor.requires_grad) if tensors is module._parameters else weight
                     )
     shake(wrapper)
 
@@ -148,11 +148,11 @@ def _fill(wrapper: Any) -> None:
 @torch.no_grad()
 def shake(model: nn.Module) -> None:
     """Sets random weights so large that attention to every key matters, unlike with the library's own."""
-    fixed = {id(p) for m in model.modules() if "Sinusoidal" in type(m).__name__ for p in m.parameters()}
+    constants = {id(p) for m in model.modules() if "Sinusoidal" in type(m).__name__ for p in m.parameters()}
     for name, parameter in model.named_parameters():
         owner, _, last = name.rpartition(".")
         special = last in {"A_log", "D", "dt_bias"} or "conv1d" in name  # recurrent layers must stay stable
-        if id(parameter) in fixed or parameter.dim() < 2 or special:
+        if id(parameter) in constants or parameter.dim() < 2 or special:
             continue
         embedding = isinstance(model.get_submodule(owner), nn.Embedding)
         nn.init.normal_(parameter, std=0.7 if embedding else 1.6 / parameter.shape[-1] ** 0.5)

@@ -1,4 +1,4 @@
-"""Models around a decoder that is a model itself: what of them its text concerns, and how they take its arguments.
+"""Models around a decoder that is a model itself: their part for text, and how they hand on its arguments.
 
 transformers' `EncoderDecoderModel`, `VisionEncoderDecoderModel` and `SpeechEncoderDecoderModel` hand each argument
 whose name begins with `decoder_` to their decoder, without that beginning, and all others to their encoder.
@@ -13,14 +13,14 @@ from transformers import PreTrainedConfig
 
 
 def is_composite(config: Any) -> bool:
-    """Whether this is the config of an encoder and a decoder that have configs of their own."""
+    """Whether this config holds a config of an encoder and a config of a decoder."""
     return bool(config.is_encoder_decoder) and isinstance(getattr(config, "decoder", None), PreTrainedConfig)
 
 
 def decoder_config(config: Any) -> Any:
     """The text decoder's part of a model's config; a flat config for both sides as it is.
 
-    Of that the library would build a renamed copy, with defaults for what is missing.
+    Of a flat config the library would build a renamed copy, with defaults for missing fields.
     """
     parts = (getattr(config, name, None) for name in ("decoder", "generator", "text_config"))
     is_flat = config.is_encoder_decoder and not any(isinstance(part, PreTrainedConfig) for part in parts)
@@ -28,7 +28,7 @@ def decoder_config(config: Any) -> Any:
 
 
 def model_inputs(model: Any) -> frozenset[str]:
-    """The arguments of a model's forward, with those that it hands to its decoder."""
+    """The arguments of a model's forward, with the ones that it hands to its decoder."""
     names = frozenset(inspect.signature(model.forward).parameters)
     if is_composite(model.config):
         names |= {f"decoder_{name}" for name in inspect.signature(model.get_decoder().forward).parameters}

@@ -77,7 +77,7 @@ class WeightOnly(Quantizer):
         return self.layer(stack.weight, stack.bias) if self._fits(stack.parameter) and kernels.available() else None
 
     def layer(self, weight: Tensor, bias: Tensor | None) -> nn.Module:
-        """The layer of few bits for `weight` [outputs, inputs] and `bias` [outputs]."""
+        """The layer of few bits for `weight` `[outputs, inputs]` and `bias` `[outputs]`."""
         if self._fits(weight) and kernels.available():
             return self._rounded(weight, 8, bias)
         return Int8Linear(weight, bias)

@@ -31,8 +31,8 @@ from transformers import (
 
 from specdec import kernels
 from specdec.errors import OptionError, UnsupportedError
-from specdec.models.hf.derived import eyes, part_class
-from specdec.models.hf.load_errors import check_complete, check_folder, explained
+from specdec.models.hf.derived import media_modules, part_class
+from specdec.models.hf.load_errors import check_complete, check_folder, explain_errors
 from specdec.models.hf.private_api import cached, class_of
 from specdec.models.language_model import LanguageModel
 from specdec.models.loading.gguf import GgufFile, gguf_path
@@ -93,7 +93,7 @@ def check_source(source: str, how: Loading, name: str = "model") -> None:
     """Raises OptionError where `source` names no model, and LoadError where the hub cannot say; it reads no weights."""
     folder, how = _source_folder(source, how, name)
     if how.gguf_file is None:
-        with explained(source, name):
+        with explain_errors(source, name):
             config, _ = PreTrainedConfig.get_config_dict(folder, revision=how.revision)
             if not config:
                 raise OSError("it has no config.json")
@@ -137,7 +137,7 @@ def unwrapped(model: Any, name: str) -> Any:
 def _from_checkpoint(source: str, folder: str, how: Loading, name: str) -> LanguageModel:
     """The wrapped model in `folder`, a path or hub name; `source` is the caller's word for it."""
     packs, began = how.backend != "eager", perf_counter()
-    with explained(source, name):
+    with explain_errors(source, name):
         is_whole = packs and not _WHOLE & how.changes.keys() and _computes_on_cpu(how)
         weights = KeptWeights(folder, how) if is_whole else None
         model = weights and weights.read(partial(_read, argument=name))
@@ -147,8 +147,8 @@ def _from_checkpoint(source: str, folder: str, how: Loading, name: str) -> Langu
     language.loading_seconds = perf_counter() - began
     if weights and (writing := weights.writing(model)):
         writing.start()
-    if language.sees and not eyes(model):
-        language.unread = partial(_eyes, source, folder, how, name, language)
+    if language.reads_media and not media_modules(model):
+        language.media_loader = partial(_eyes, source, folder, how, name, language)
     return language
 
 
@@ -175,7 +175,7 @@ def _read_fast(folder: str, how: Loading, name: str, is_whole: bool) -> Any:
 def _eyes(source: str, folder: str, how: Loading, name: str, language: LanguageModel) -> dict[str, nn.Module]:
     """The part of a checkpoint that reads pictures, in the dtype of the text model."""
     hub = {"revision": how.revision, "trust_remote_code": how.trust_remote_code}
-    with explained(source, name):
+    with explain_errors(source, name):
         config = AutoConfig.from_pretrained(folder, **hub)
         kind = part_class(_auto_class(config), config, reads_text=False)
         options = {**hub, "dtype": language.dtype, "use_safetensors": True, "output_loading_info": True}
@@ -288,7 +288,7 @@ def save_loaded(source: str, folder: Path, how: Loading) -> None:
     if how.quantization not in (None, *words):
         raise OptionError.of("quantization", f"one of {', '.join(words)}", how.quantization)
     place, how = _source_folder(source, how, "target")
-    with explained(source, "target"):
+    with explain_errors(source, "target"):
         model = _read(place, how, "target")
         LanguageModel(model)  # raises for models that no layers of few bits fit
     save_packed(model, folder)

@@ -18,7 +18,7 @@ from specdec import kernels
 from specdec.errors import LoadError, OptionError, UnsupportedError
 from specdec.kernels.quantized import GROUP, Quantized
 from specdec.models.backends.packed_layers import weight_of, without_saving
-from specdec.models.hf.load_hook import initialized, with_bar
+from specdec.models.hf.load_hook import placeholder, with_bar
 from specdec.models.loading.quantizers import Quantizer
 from specdec.models.loading.weight_files import Stored
 from specdec.options.load import AUTO, Loading
@@ -134,7 +134,7 @@ class StoredLayer(nn.Module):
             empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
             self.register_parameter(name, nn.Parameter(empty, requires_grad=False))
         if "weight" not in tensors:
-            self.weight = initialized()
+            self.weight = placeholder()
 
     def layer(self, read: Callable[[Tensors, int], Integers | Eights], packs: bool, rounds: bool) -> nn.Module:
         """The layer over its tensors, packed or in floats; raises ValueError if they do not fit."""

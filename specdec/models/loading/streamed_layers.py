@@ -106,7 +106,7 @@ class Reader:
         self._lock = threading.Lock()
 
     @contextmanager
-    def at_hand(self, number: int) -> Iterator[None]:
+    def loaded_weights(self, number: int) -> Iterator[None]:
         """Context in which this layer has its weights and the next ones are being read; for one thread at a time."""
         with self._lock:
             layer = self.layers[number]
@@ -141,7 +141,7 @@ class Reader:
 def run_layer(reader: Reader, number: int, /, *args: Any, **kwargs: Any) -> Any:
     """Runs a layer in place of its `forward`; the layer has its weights while it runs."""
     module = reader.layers[number].module()
-    with reader.at_hand(number):
+    with reader.loaded_weights(number):
         return type(module).forward(module, *args, **kwargs)
 
 

@@ -23,7 +23,7 @@ from transformers.modeling_utils import str_to_torch_dtype
 
 from specdec import kernels
 from specdec.errors import LoadError
-from specdec.models.hf.device_hooks import home
+from specdec.models.hf.device_hooks import weight_source
 from specdec.models.hf.load_errors import what_is_wrong
 from specdec.models.hf.load_hook import with_bar
 from specdec.models.hf.private_api import module_names
@@ -188,7 +188,7 @@ def find(model: nn.Module) -> dict[str, Stored]:
     keys: dict[int, set[str]] = {}  # a loader's id -> its keys
     tensors = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
     for name, tensor in tensors:
-        if not tensor.is_meta or (place := home(model, name)) is None:
+        if not tensor.is_meta or (place := weight_source(model, name)) is None:
             continue  # in memory, or not managed by accelerate
         loader, key = place
         if (entry := getattr(loader, "index", {}).get(key)) is not None:

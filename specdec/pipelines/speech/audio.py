@@ -63,14 +63,14 @@ def read_audio(source: Any, rate: int) -> Audio:
         if not Path(name).is_file():
             why = "pass the files in this folder" if Path(name).is_dir() else "there is no such file"
             raise OptionError.of("inputs", "the name of a sound file", name, why)
-        return Audio(_decoded(name, name, rate), rate, name)
+        return Audio(_decode(name, name, rate), rate, name)
     if isinstance(source, bytes | bytearray | memoryview):
-        return Audio(_decoded(io.BytesIO(source), "the input", rate), rate)
+        return Audio(_decode(io.BytesIO(source), "the input", rate), rate)
     if hasattr(source, "read"):
         name, content = str(getattr(source, "name", "the input")), source.read()
         if not isinstance(content, bytes):
             raise OptionError(f"{name} was opened as text: open it with 'rb'")
-        return Audio(_decoded(io.BytesIO(content), name, rate), rate, name)
+        return Audio(_decode(io.BytesIO(content), name, rate), rate, name)
     return Audio(_mono(source), rate)
 
 
@@ -83,7 +83,7 @@ def _from_mapping(source: Mapping[str, Any], rate: int) -> Audio:
     if not isinstance(source_rate, int | float) or source_rate <= 0:
         raise OptionError.of("sampling_rate", "a positive number", source_rate)
     extra = {name: value for name, value in source.items() if name not in ("raw", "array", "sampling_rate", "path")}
-    return Audio(_resampled([_mono(samples)], source_rate, rate), rate, extra=extra)
+    return Audio(_resample([_mono(samples)], source_rate, rate), rate, extra=extra)
 
 
 def _mono(source: Any) -> Samples:
@@ -97,12 +97,12 @@ def _mono(source: Any) -> Samples:
         way_out = "transpose it, or mix its channels down"
         raise OptionError.of("inputs", "of shape [samples] or [1 or 2 channels, samples]", list(source.shape), way_out)
     kind = source.dtype.kind
-    half = 1 if kind == "f" else 2 ** (8 * source.dtype.itemsize - 1)  # of the range of whole numbers
+    half = 1 if kind == "f" else 2 ** (8 * source.dtype.itemsize - 1)  # half the range of whole numbers
     scaled = source.astype(np.float32) / np.float32(half) - np.float32(kind == "u")
-    return _checked(scaled if scaled.ndim == 1 else scaled.mean(0), "the input")
+    return _check_samples(scaled if scaled.ndim == 1 else scaled.mean(0), "the input")
 
 
-def _checked(samples: Samples, name: str) -> Samples:
+def _check_samples(samples: Samples, name: str) -> Samples:
     if not np.isfinite(samples).all():
         raise OptionError(f"{name} holds samples that are not finite numbers: repair it first")
     return samples
@@ -127,19 +127,19 @@ def sound_file(source: Any, name: str) -> Iterator[Any]:
             raise OptionError(f"{name} is damaged ({reason}): repair it, for example with ffmpeg") from None
 
 
-def _decoded(source: Any, name: str, rate: int) -> Samples:
+def _decode(source: Any, name: str, rate: int) -> Samples:
     """A sound file's samples at `rate`, read and resampled block by block."""
     with sound_file(source, name) as file:
-        return _resampled(_blocks(file, name), file.samplerate, rate)
+        return _resample(_blocks(file, name), file.samplerate, rate)
 
 
 def _blocks(file: Any, name: str) -> Iterator[Samples]:
     while len(block := file.read(_BLOCK, dtype="float32", always_2d=True)):
-        yield _checked(block.mean(1, dtype=np.float32), name)
+        yield _check_samples(block.mean(1, dtype=np.float32), name)
 
 
 class Resampler:
-    """Brings blocks of sound from `source_rate` to `rate`; SpecdecError where that needs soxr, which is missing."""
+    """Brings blocks of sound from `source_rate` to `rate`; SpecdecError if that needs soxr, and it is missing."""
 
     def __init__(self, source_rate: float, rate: int) -> None:
         self._stream: Any = None
@@ -165,7 +165,7 @@ class Resampler:
         return nothing if self._stream is None else self._stream.resample_chunk(nothing, last=True)
 
 
-def _resampled(blocks: Any, source_rate: float, rate: int) -> Samples:
+def _resample(blocks: Any, source_rate: float, rate: int) -> Samples:
     """The blocks of samples at `source_rate`, joined, at `rate`."""
     resample = Resampler(source_rate, rate)
     return np.concatenate([*map(resample, blocks), resample.rest()])
@@ -179,14 +179,14 @@ def log_mel(samples: Samples, extractor: Any) -> Tensor:
     if len(samples) < extractor.n_samples:
         samples = np.pad(samples, (0, extractor.n_samples - len(samples)))
     if extractor.dither:
-        how = {"sampling_rate": extractor.sampling_rate, "truncation": False, "padding": "longest"}
-        return torch.as_tensor(extractor(samples, return_tensors="pt", **how).input_features[0])
+        options = {"sampling_rate": extractor.sampling_rate, "truncation": False, "padding": "longest"}
+        return torch.as_tensor(extractor(samples, return_tensors="pt", **options).input_features[0])
     power = log_power(samples, extractor)
     return leveled(power, float(power.max()))
 
 
 def leveled(power: Tensor, loudest: float) -> Tensor:
-    """The features of log powers, which it overwrites, in a recording with this highest one."""
+    """The features of log powers `power`, which it overwrites, in a recording whose highest one is `loudest`."""
     return power.clamp_(min=loudest - 8.0).add_(4.0).div_(4.0)
 
 

@@ -1,4 +1,4 @@
-"""One recording: cut into tracks, which are decoded on their own, and their texts joined."""
+"""One recording: cut into tracks, which are decoded one by one, and the joined texts of the tracks."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Recording:
     """One recording of a call: its name, `duration` in seconds, other fields of the input, and its tracks in order.
 
     `strides`, in seconds per track: its length, and its overlap with the tracks before and after. `parts`: how many
-    tracks it has in all. `failed`: it could not be read.
+    tracks the recording has in all. `failed`: the recording could not be read.
     """
 
     name: str = "the input"
@@ -99,10 +99,10 @@ class Recording:
             for begin, end, left, right in cuts:
                 self.strides.append(((end - begin) / audio.rate, left / audio.rate, right / audio.rate))
                 features, frames = log_mel(samples[begin:end], extractor), -(-(end - begin) // hop)
-                again = chunking.left + chunking.right if begin else 0  # samples that the chunk before has too
-                pace = FRAME_SECONDS * (end - begin - again) / (end - begin)
+                overlap = chunking.left + chunking.right if begin else 0  # samples that the chunk before has too
+                pace = FRAME_SECONDS * (end - begin - overlap) / (end - begin)
                 track = Track(number, features, frames, timestamps, pace, before=before, seconds=self.strides[-1][0])
-                track.shared_from = 1 - again / chunking.length
+                track.shared_from = 1 - overlap / chunking.length
                 number, before = number + 1, track
                 yield track
         else:
@@ -124,22 +124,22 @@ class Recording:
             text, chunks = self._segments(whisper, bool(timestamps), language)
         elif self.tracks:
             pieces = [self._piece(i, whisper, timestamps, language) for i in range(len(self.tracks))]
-            how: dict[str, Any] = {"timestamps": timestamps, "language": language, "seconds": seconds}
-            text, merged = transcript(whisper.tokenizer, pieces, languages=whisper.languages, **how)
+            options: dict[str, Any] = {"timestamps": timestamps, "language": language, "seconds": seconds}
+            text, merged = transcript(whisper.tokenizer, pieces, languages=whisper.languages, **options)
             chunks = merged.get("chunks", [])
         for chunk in chunks:
             if timestamps:
                 chunk["timestamp"] = tuple(t if t is None else min(t, self.duration) for t in chunk["timestamp"])
             if language:
                 chunk["language"] = chunk["language"] or whisper.language(())
-        shown = {"chunks": chunks} if timestamps or language else {}
-        return {"text": text, **shown, **{name: [value] for name, value in self.extra.items()}}
+        fields = {"chunks": chunks} if timestamps or language else {}
+        return {"text": text, **fields, **{name: [value] for name, value in self.extra.items()}}
 
     def cues(self, whisper: Whisper, words: Chunks) -> Chunks:
         """The words of each segment, or of each sentence where chunks overlap, as one chunk with its `words`.
 
-        A pause counts with the word beside it: the first and the last word of a cue have at most twice the median
-        length, which counts as 0.4 to 0.7 seconds (as openai-whisper's `add_word_timestamps` bounds it, from above).
+        A word's time may hold the pause beside it, so the first and the last word of a cue get at most twice the median
+        length, which counts as 0.4 to 0.7 seconds (openai-whisper's `add_word_timestamps` bounds it from above).
         """
         texts = sentences("".join(word["text"] for word in words))
         if self.strides is None:
@@ -169,26 +169,26 @@ class Recording:
         """The only track's segments as chunks; without timestamps its text is one chunk."""
         track = self.tracks[0]
 
-        def named(opening: list[int]) -> dict[str, Any]:
+        def language_field(opening: list[int]) -> dict[str, Any]:
             return {"language": whisper.language(opening)} if language else {}
 
         if not timestamps:
             text = whisper.decode(track.tokens)
-            return text, [{**named(track.segments[0].opening), "text": text}] if text else []
+            return text, [{**language_field(track.segments[0].opening), "text": text}] if text else []
         chunks = []
         for segment in track.segments:
             if text := whisper.decode(segment.tokens):
                 times = (round(segment.start, 2), round(segment.end, 2))
-                chunks.append({**named(segment.opening), "timestamp": times, "text": text})
+                chunks.append({**language_field(segment.opening), "timestamp": times, "text": text})
         return "".join(chunk["text"] for chunk in chunks), chunks
 
     def _piece(self, i: int, whisper: Whisper, timestamps: bool | str | None, language: bool) -> dict[str, Any]:
         """A track in the form that transformers merges."""
         tokens, times, spoken = list[int](), list[float](), list[int]()
         for segment in self.tracks[i].segments:
-            if language and (named := whisper.language_token(segment.opening)) != spoken:
-                spoken = named
-                tokens, times = tokens + named, times + (times[-1:] or [0.0]) * len(named)
+            if language and (ids := whisper.language_token(segment.opening)) != spoken:
+                spoken = ids
+                tokens, times = tokens + ids, times + (times[-1:] or [0.0]) * len(ids)
             tokens, times = tokens + segment.tokens, times + (segment.token_times or [])
         piece: dict[str, Any] = {"tokens": np.array([tokens])}
         if self.strides is not None:

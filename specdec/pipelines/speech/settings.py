@@ -1,4 +1,4 @@
-"""Whisper's own options of a call, beside those of `SpecGenerator.generate`."""
+"""Options of a call that only Whisper has, beside the options of `SpecGenerator.generate`."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class SpeechSettings:
     """Options with the names and meanings of transformers' `WhisperForConditionalGeneration.generate`.
 
     Several values of `temperature` are tried in order until the text is accepted: its ids compress at most
-    `compression_ratio_threshold` times, and its mean log-probability is at least `logprob_threshold`. Below the latter,
-    a window whose probability of silence exceeds `no_speech_threshold` is skipped. Above temperature 0, tokens are
-    drawn by seed. `language_per_window`: the language is found anew in each window. A text of a few tokens is left out
-    where silence is likelier than `no_speech_threshold` (0.85), and than the text.
+    `compression_ratio_threshold` times, and its mean log-probability is at least `logprob_threshold`. Below
+    `logprob_threshold`, a window whose probability of silence exceeds `no_speech_threshold` is skipped. Above
+    temperature 0, tokens are drawn by seed. `language_per_window`: the language is found anew in each window. A text of
+    a few tokens is left out where silence is likelier than `no_speech_threshold` (0.85), and than the text.
     """
 
     return_timestamps: bool | str | None = None
@@ -69,7 +69,7 @@ class SpeechSettings:
         return 0 < words <= _FEW or (self.no_speech_threshold is not None and self._unlikely(log_prob))
 
     def skips(self, evidence: Evidence, words: int, log_prob: float | None) -> bool:
-        """Whether such a text is left out, since silence is likelier.
+        """Whether a text that `may_skip` is left out, since silence is likelier.
 
         The odds of silence weigh a short text's surprise. The paper's rule (section 4.5: silence above 0.6, the mean
         log-probability below -1) has no weights: it keeps " you", which has -0.4 where silence has 0.95.

@@ -117,10 +117,9 @@ def _exactly(stream: BinaryIO, count: int) -> bytes:
 
 
 def arriving(blocks: Iterable[Samples], is_over: Callable[[], bool] = lambda: False) -> Iterator[Samples]:
-    """The blocks, which a thread reads while the caller works; those that wait come as one.
-
-    An error of theirs is raised behind them. At most a minute of sound waits, then its source does. Once `is_over()`,
-    what waits is the last.
+    """The blocks, which a thread reads while the caller works; blocks that wait come as one. An error of `blocks` is
+    raised after them. At most a minute of sound waits, then the source does. Once `is_over()`, waiting blocks are the
+    last.
     """
     queue, is_left = Queue[Any](_AHEAD), Event()
 

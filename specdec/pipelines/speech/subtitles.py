@@ -16,27 +16,27 @@ _SHORTEST = 0.1  # seconds; players drop cues without length
 
 
 def srt(cues: Iterable[Chunk], width: int | None = None, words: int | None = None, lines: int | None = None) -> str:
-    """SubRip: numbered cues, `HH:MM:SS,mmm`, and an empty line after each; the arguments are those of `vtt`."""
-    shown = enumerate(_cues(cues, width, words, lines), 1)
-    return "".join(f"{number}\n{cue.times(',')}\n{cue.text().replace('-->', '->')}\n\n" for number, cue in shown)
+    """SubRip: numbered cues, `HH:MM:SS,mmm`, and an empty line after each; takes the arguments of `vtt`."""
+    pairs = enumerate(_cues(cues, width, words, lines), 1)
+    return "".join(f"{number}\n{cue.times(',')}\n{cue.text().replace('-->', '->')}\n\n" for number, cue in pairs)
 
 
 def vtt(cues: Iterable[Chunk], width: int | None = None, words: int | None = None, lines: int | None = None) -> str:
     """WebVTT: cues with `HH:MM:SS.mmm`, reserved characters escaped, and the time of each word that has one.
 
     A cue is a chunk of `text` and `timestamp`, perhaps with its `words`, which are chunks too. Lines have at most
-    `width` characters, longer words excepted; cues at most `lines` lines, and those with `words` at most `words` of
-    them. The parts of a cue without words divide its time by their characters.
+    `width` characters, longer words excepted; cues have at most `lines` lines, and cues with words have at most `words`
+    words. Parts of a cue without words share its time by their numbers of characters.
     """
-    shown = _cues(cues, width, words, lines)
-    return "WEBVTT\n\n" + "".join(f"{cue.times('.')}\n{cue.text(cue.timed)}\n\n" for cue in shown)
+    parts = _cues(cues, width, words, lines)
+    return "WEBVTT\n\n" + "".join(f"{cue.times('.')}\n{cue.text(cue.with_time)}\n\n" for cue in parts)
 
 
 @dataclass(frozen=True)
 class _Piece:
     """Characters that stay in one line, and the space before them; seconds from `start` to `end`.
 
-    `before`: the start of the word before; endless within a word, or text without words, whose pieces have no time.
+    `before`: the start of the previous word; infinite without a time: within a word, or in text without words.
     """
 
     gap: str
@@ -57,10 +57,10 @@ class _Cue:
     def times(self, mark: str) -> str:
         return f"{_clock(self.start, mark)} --> {_clock(self.end, mark)}"
 
-    def text(self, shown: Callable[[_Piece], str] = lambda piece: piece.text) -> str:
-        return "\n".join("".join(piece.gap + shown(piece) for piece in line).strip() for line in self.lines)
+    def text(self, form: Callable[[_Piece], str] = lambda piece: piece.text) -> str:
+        return "\n".join("".join(piece.gap + form(piece) for piece in line).strip() for line in self.lines)
 
-    def timed(self, piece: _Piece) -> str:
+    def with_time(self, piece: _Piece) -> str:
         """A piece with its time, which must be within the cue and after the word before."""
         is_timed = max(piece.before, self.start) < piece.start < self.end
         return (f"<{_clock(piece.start, '.')}>" if is_timed else "") + escape(piece.text, quote=False)
@@ -70,15 +70,15 @@ def _cues(chunks: Iterable[Chunk], width: int | None, words: int | None, lines: 
     """The cues that are shown; each has a length, and ends at latest where the next begins."""
     cues: list[_Cue] = []
     for chunk in chunks:
-        spoken = [word for word in chunk.get("words", [chunk]) if word["text"].strip()]
-        for group in _groups(spoken, words):
-            for shown in _groups(_even_lines(list(_pieces(group)), width, lines), lines):
-                start, end = shown[0][0].start, shown[-1][-1].end
+        words_with_text = [word for word in chunk.get("words", [chunk]) if word["text"].strip()]
+        for group in _groups(words_with_text, words):
+            for cue_lines in _groups(_even_lines(list(_pieces(group)), width, lines), lines):
+                start, end = cue_lines[0][0].start, cue_lines[-1][-1].end
                 if cues:
                     last = cues.pop()
                     start = max(start, min(last.end, last.start + _SHORTEST))
                     cues.append(_Cue(last.lines, last.start, min(last.end, start)))
-                cues.append(_Cue(shown, start, end if end > start else start + _SHORTEST))
+                cues.append(_Cue(cue_lines, start, end if end > start else start + _SHORTEST))
     return cues
 
 
@@ -89,7 +89,7 @@ def _groups(items: Sequence[T], most: int | None) -> Iterator[Sequence[T]]:
 
 
 def _pieces(words: Iterable[Chunk]) -> Iterator[_Piece]:
-    """The words cut at spaces; the pieces of a word divide its time by their characters."""
+    """The words cut at spaces; the pieces of a word share its time by their numbers of characters."""
     before = inf
     for word in words:
         text, (start, end) = word["text"].rstrip(), word["timestamp"]
@@ -115,7 +115,7 @@ def _lines(pieces: Iterable[_Piece], width: int | None) -> list[list[_Piece]]:
 
 
 def _even_lines(pieces: Sequence[_Piece], width: int | None, most: int | None) -> list[list[_Piece]]:
-    """The lines, as narrow as goes into their number, or into their cues of `most`: no last word is left alone."""
+    """The lines, as narrow as their number, or their number of cues of `most` lines, allows: no last word is alone."""
     lines = _lines(pieces, width)
     if width is None or not lines:
         return lines

@@ -20,7 +20,7 @@ from specdec.errors import OptionError, SpecdecError, UnsupportedError
 from specdec.generator.drafts_by_name import NAMES as DRAFT_NAMES
 from specdec.generator.drafts_by_name import copying_beside
 from specdec.generator.generator import SpecGenerator
-from specdec.models.hf.load_errors import check_folder, explained
+from specdec.models.hf.load_errors import check_folder, explain_errors
 from specdec.options import bundled_models
 from specdec.options.fields import check_whole, is_number, pop_fields
 from specdec.options.load import AUTO, Loading
@@ -38,7 +38,7 @@ _CALL = ("chunk_length_s", "stride_length_s", "batch_size", "return_language", "
 CALL_OPTIONS = (*_CALL, *NAMES)
 """The options of a call that are no options of `generate`."""
 _WORDLESS = 10.0  # seconds of sound; a longer recording without a word is a warning
-_IGNORED = ("ignore_warning", "decoder_kwargs")  # of transformers' pipeline, about models of another kind
+_IGNORED = ("ignore_warning", "decoder_kwargs")  # transformers' pipeline has them for models of another kind
 
 
 class Transcription(dict[str, Any]):
@@ -47,8 +47,8 @@ class Transcription(dict[str, Any]):
     Attributes: `cues`, the chunks as subtitles show them: segments, with `words` in them where words have times;
     `segments` of each track (the recording, or each of its chunks) with their tokens; `finish_reasons`: why the text of
     each window with speech ended; `language`, the first one, or None where the prompt has none; `duration` of the
-    recording in seconds; `stopped`: `stop_when` ended the call before it; `stats` of the whole call; `seconds`: the
-    call's time, divided among its recordings by duration.
+    recording in seconds; `stopped`: `stop_when` ended the call before the recording's end; `stats` of the whole call;
+    `seconds`: the call's time, divided among its recordings by duration.
     """
 
     cues: list[dict[str, Any]]
@@ -73,7 +73,7 @@ class Transcription(dict[str, Any]):
 
 @dataclass(frozen=True)
 class _Request:
-    """The arguments of a call; `options` are those of `SpecGenerator.generate`."""
+    """The arguments of a call; `options`: arguments of `SpecGenerator.generate`."""
 
     settings: SpeechSettings
     chunking: Chunking | None
@@ -86,7 +86,7 @@ class _Request:
 
 
 class Transcriber:
-    """Transcribes speech with a target of the Whisper family and a draft; the text is that of the target alone.
+    """Transcribes speech with a target of the Whisper family and a draft, to the text that the target alone writes.
 
     `target`: a model, id or folder, or a `SpecGenerator`, which has its draft. `draft`: a smaller Whisper; a distilled
     decoder that shares the target's encoder (a whole model with equal encoder weights, or a `WhisperForCausalLM`); a
@@ -107,8 +107,8 @@ class Transcriber:
         **options: Any,
     ) -> None:
         if processor is None and isinstance(target, str | PathLike):
-            how, _ = Loading.split(options)
-            processor = processor_beside(target, how.revision, trust_remote_code=how.trust_remote_code)
+            loading, _ = Loading.split(options)
+            processor = processor_beside(target, loading.revision, trust_remote_code=loading.trust_remote_code)
         tokenizer = tokenizer or getattr(processor, "tokenizer", None) or getattr(target, "tokenizer", None)
         self._extractor: Any = feature_extractor or getattr(processor, "feature_extractor", None)
         if tokenizer is None or self._extractor is None:
@@ -172,17 +172,17 @@ class Transcriber:
         Takes the options of a call, and raises its errors with the first piece. The pieces add up to the whole text;
         text that a later window may change (overlapping chunks, words with times) is one piece at the end.
         """
-        request, yielded = self._request(options, progress), ""
+        request, output = self._request(options, progress), ""
         recordings, results = list[Recording](), list[Transcription | None]()
         is_final = request.chunking is None and request.settings.return_timestamps != "word"
         for _ in self._windows([source], recordings, results, request):
             text = self._text(recordings[0], request)["text"] if is_final else ""
-            if text != yielded and text.startswith(yielded):
-                yield text[len(yielded) :]
-                yielded = text
+            if text != output and text.startswith(output):
+                yield text[len(output) :]
+                output = text
         [transcription] = results
         assert transcription is not None
-        if rest := transcription["text"][len(yielded) :]:
+        if rest := transcription["text"][len(output) :]:
             yield rest
         return transcription
 
@@ -190,7 +190,7 @@ class Transcriber:
         """A recording that is still made, at the model's rate: it takes sound as it comes, and its text follows.
 
         `step`: seconds of new sound after which its window is decoded again. Takes the options of a call for one
-        recording, without chunks; its result is that of the whole recording.
+        recording, without chunks; its result covers the whole recording.
         """
         request = self._request(options)
         if request.chunking is not None:
@@ -202,7 +202,7 @@ class Transcriber:
         listener = Listener(self.generator, self._whisper, request.settings, options, lambda seconds: None)
 
         def finish(recording: Recording, seconds: float) -> Transcription:
-            result = self._finished(recording, request)
+            result = self._result(recording, request)
             result.seconds, result.stats = seconds, total(listener.stats)
             return result
 
@@ -216,7 +216,7 @@ class Transcriber:
 
     @cached_property
     def _copying(self) -> dict[str, Any]:
-        """The option of a call that copies from predictions; none where the generator's draft does."""
+        """The option of a call for a draft that copies from predictions; none if the generator's draft does."""
         draft = copying_beside(self.generator.draft)
         return {} if draft is self.generator.draft else {"assistant_model": draft}
 
@@ -294,7 +294,7 @@ class Transcriber:
     ) -> Iterator[None]:
         """Transcribes all inputs; yields after each window, and fills `recordings`, and at the end `results`.
 
-        `first`: the number of their first track, on which its draws depend.
+        `first`: the number of the first track; random draws depend on a track's number.
         """
         began, done = clock(), 0.0
 
@@ -305,11 +305,11 @@ class Transcriber:
                 request.progress(done, sum(recording.duration for recording in recordings))
 
         def tracks() -> Iterator[Track]:
-            number, stamped = first, bool(request.settings.return_timestamps)
+            number, timestamps = first, bool(request.settings.return_timestamps)
             for source in inputs:
                 recordings.append(Recording())
                 try:
-                    for track in recordings[-1].read(source, self._extractor, request.chunking, number, stamped):
+                    for track in recordings[-1].read(source, self._extractor, request.chunking, number, timestamps):
                         recordings[-1].tracks.append(track)
                         number += 1
                         yield track
@@ -326,11 +326,11 @@ class Transcriber:
                 break
         seconds, stats = clock() - began, total(listener.stats)
         whole = sum(recording.duration for recording in recordings) or 1.0
-        results += [None if recording.failed else self._finished(recording, request) for recording in recordings]
+        results += [None if recording.failed else self._result(recording, request) for recording in recordings]
         for transcription in filter(None, results):
             transcription.seconds, transcription.stats = seconds * transcription.duration / whole, stats
 
-    def _finished(self, recording: Recording, request: _Request) -> Transcription:
+    def _result(self, recording: Recording, request: _Request) -> Transcription:
         """The result of a recording, as far as it is decoded; warns where a long one has no words."""
         result = Transcription(self._text(recording, request))
         result.stopped = not recording.is_whole
@@ -387,7 +387,7 @@ def processor_beside(target: Any, revision: str | None = None, *, trust_remote_c
     check_folder(target, "target")
     name = bundled_models.locate(str(target), "target")
     hub: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
-    with explained(name, "target"):
+    with explain_errors(name, "target"):
         kind = AutoConfig.from_pretrained(name, **hub).model_type
     if kind != "whisper":
         raise UnsupportedError(

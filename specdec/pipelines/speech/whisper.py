@@ -18,12 +18,12 @@ from specdec.errors import OptionError, UnsupportedError
 from specdec.models.encoding import Encoding
 from specdec.models.language_model import LanguageModel
 
-TOKEN_SECONDS = 0.02  # of audio, between two timestamp tokens
+TOKEN_SECONDS = 0.02  # seconds of audio between two timestamp tokens
 FRAME_SECONDS = 0.01
 
 
 class Evidence(NamedTuple):
-    """Of a window: the probability of no speech, and the mean log-probability of the text."""
+    """A window's probability of no speech, and the mean log-probability of its text."""
 
     silence: float
     log_prob: float
@@ -115,7 +115,7 @@ class Whisper(SpeechConfig):
         return next((self.languages[token] for token in self.language_token(prompt)), only)
 
     def prompt(self, encoding: Encoding, *, language: str | None, task: str | None, timestamps: bool) -> list[int]:
-        """The decoder's prompt of a row: start, language, task, and a token where it has no `timestamps`.
+        """The decoder's prompt of a row: start, language, task, and without `timestamps` the token for that.
 
         A language that neither the call nor the checkpoint names is detected, as in transformers. The default task is
         to transcribe: without a task, models repeat words or write nothing.
@@ -203,8 +203,8 @@ def attention_maps(model: Any, hidden: Tensor, ids: Tensor, heads: Sequence[Sequ
     layers = model.get_decoder().layers
     maps: dict[int, Tensor] = {}
 
-    def read(layer: int, module: Any, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-        maps[layer] = _attention(module, args[0] if args else named["hidden_states"], hidden)
+    def read(layer: int, module: Any, args: tuple[Any, ...], arguments: dict[str, Any]) -> None:
+        maps[layer] = _attention(module, args[0] if args else arguments["hidden_states"], hidden)
 
     hooks = [
         layers[layer].encoder_attn.register_forward_pre_hook(partial(read, layer), with_kwargs=True)
@@ -248,19 +248,19 @@ def _warped(costs: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], np.ndarr
     rows, columns = costs.shape
     total = np.full((rows + 1, columns + 1), np.inf, dtype=np.float32)
     total[0, 0] = 0
-    came = np.zeros((rows + 1, columns + 1), dtype=np.int8)
-    came[0], came[:, 0] = 2, 1
+    directions = np.zeros((rows + 1, columns + 1), dtype=np.int8)
+    directions[0], directions[:, 0] = 2, 1
     for diagonal in range(2, rows + columns + 1):
         i = np.arange(max(1, diagonal - columns), min(rows, diagonal - 1) + 1)
         j = diagonal - i
-        both, up, left = total[i - 1, j - 1], total[i - 1, j], total[i, j - 1]
-        way = np.where((both < up) & (both < left), 0, np.where((up < both) & (up < left), 1, 2))
-        total[i, j] = costs[i - 1, j - 1] + np.choose(way, (both, up, left))
-        came[i, j] = way
+        corner, up, left = total[i - 1, j - 1], total[i - 1, j], total[i, j - 1]
+        direction = np.where((corner < up) & (corner < left), 0, np.where((up < corner) & (up < left), 1, 2))
+        total[i, j] = costs[i - 1, j - 1] + np.choose(direction, (corner, up, left))
+        directions[i, j] = direction
     path, i, j = [], rows, columns
     while i > 0 or j > 0:
         path.append((i - 1, j - 1))
-        way = came[i, j]
-        i, j = i - (way != 2), j - (way != 1)
+        direction = directions[i, j]
+        i, j = i - (direction != 2), j - (direction != 1)
     steps = np.array(path[::-1])
     return steps[:, 0], steps[:, 1]

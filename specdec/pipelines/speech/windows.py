@@ -30,7 +30,7 @@ _WARM = 0.5  # text of this temperature or above is no context for the next wind
 class Segment:
     """A stretch of speech: begin and end in seconds of the recording, and its tokens with their timestamps.
 
-    `token_times`: the second at which each token ends; None without word timestamps. `opening`: as of its track.
+    `token_times`: the second at which each token ends; None without word timestamps. `opening`: the track's.
     """
 
     start: float
@@ -54,7 +54,7 @@ def window_segments(
         begins, ends = (offset + step * TOKEN_SECONDS for step in (start, end))
         return Segment(begins, ends, list(tokens[first:last]), None if times is None else list(times[first:last]))
 
-    steps = [token - begin for token in tokens]  # of time; below 0 for text
+    steps = [token - begin for token in tokens]  # steps of time; below 0 for text
     cuts = [i + 1 for i in range(len(steps) - 1) if steps[i] >= 0 and steps[i + 1] >= 0]
     if not cuts:
         start = max(steps[0], 0) if steps else 0
@@ -83,15 +83,15 @@ def options_at(temperature: float, options: Mapping[str, Any], settings: SpeechS
 
 @dataclass
 class Track:
-    """Sound that is decoded on its own, and its text so far.
+    """Sound that is decoded by itself, and the text so far.
 
-    `features` `[mels, frames]`: those from frame `first` on; after `sound_frames` comes padding to a window.
-    `timestamps`: whether they are decoded with the text. `pace`: seconds of new sound per frame, fewer where tracks
-    overlap. `seek`: the frame at which the next window begins. `opening`: the prompt's tokens of language and task.
-    `trusted`: the last text may be context for the next window. `finish_reasons`: of its windows with speech. `ahead`:
-    tokens after the last window's last timestamp, whose sound the next window has again. `before`: the track that has
-    the same sound as this one, from its fraction `shared_from` on. `latest`: the last window's tokens. `seconds` of
-    sound, at whose end no segment goes on.
+    `features` `[mels, frames]`: the features from frame `first` on; frames after `sound_frames` are padding.
+    `timestamps`: whether the text has timestamps. `pace`: seconds of new sound per frame, fewer where tracks overlap.
+    `seek`: the frame at which the next window begins. `opening`: the prompt's tokens of language and task. `trusted`:
+    the last text may be context for the next window. `finish_reasons`: why each window with speech ended. `ahead`:
+    tokens after the last window's last timestamp, whose sound the next window has again. `before`: a track whose sound
+    from the fraction `shared_from` on begins this track, too. `latest`: the last window's tokens. `seconds`: the length
+    of the sound, at which segments end at the latest.
     """
 
     number: int
@@ -139,7 +139,7 @@ class Track:
 
 
 @dataclass
-class _Decoded:
+class _DecodedWindow:
     """One decoded window: its tokens up to the end token, why it ended, the temperature; `skip`: it is silent."""
 
     tokens: list[int]
@@ -149,9 +149,9 @@ class _Decoded:
 
 
 class Listener:
-    """Decodes tracks, several windows at a time; each track's text equals that of the track alone.
+    """Decodes tracks, several windows at a time; the text of a track does not depend on the other tracks.
 
-    `options` are those of `SpecGenerator.generate`; `progress` is called with the seconds of sound of each round.
+    `options`: arguments of `SpecGenerator.generate`; `progress` is called with the seconds of sound of each round.
     """
 
     def __init__(
@@ -166,15 +166,15 @@ class Listener:
         self._options, self._progress = dict(options), progress
         self._seed: int = self._options.pop("seed")
         self._positions = int(whisper.model.config.max_target_positions)
-        named = [name for name in DRAFT_NAMES if name in self._options]
-        draft = self._options.get("assistant_model") if named else generator.draft
+        draft_names = [name for name in DRAFT_NAMES if name in self._options]
+        draft = self._options.get("assistant_model") if draft_names else generator.draft
         self._predicts = bool(getattr(draft, "reads_predictions", False))
         self.stats: list[Stats] = []
 
     def listen(self, tracks: Iterable[Track], batch_size: int) -> Iterator[None]:
         """Decodes all tracks; yields after each window of `batch_size` of them."""
-        waiting = iter(tracks)
-        active = list(islice(waiting, batch_size))
+        remaining = iter(tracks)
+        active = list(islice(remaining, batch_size))
         while active:
             self._round(active)
             for track in active:
@@ -182,7 +182,7 @@ class Listener:
                     track.features = track.features.new_empty(0)
             yield
             active = [track for track in active if not track.done]
-            active += islice(waiting, batch_size - len(active))
+            active += islice(remaining, batch_size - len(active))
 
     def _round(self, tracks: Sequence[Track]) -> None:
         """Decodes one window of each track."""
@@ -190,46 +190,46 @@ class Listener:
         features = torch.stack([track.window(self.whisper.frames) for track in tracks])
         encoding = self.whisper.model.encode({"input_features": features})
         for row, track in enumerate(tracks):
-            self._open(track, encoding.select([row]))
+            self._set_opening(track, encoding.select([row]))
         prompts = [self._prompt(track) for track in tracks]
         kinds = [(len(prompt), track.timestamps) for prompt, track in zip(prompts, tracks, strict=True)]
         whole = _Batch(list(tracks), features, encoding, prompts)
         for _, group in groupby(sorted(range(len(tracks)), key=kinds.__getitem__), key=kinds.__getitem__):
             batch = whole.select(list(group))
-            for i, decoded in enumerate(self._decoded(batch)):
+            for i, decoded in enumerate(self._decode(batch)):
                 self._advance(batch, i, decoded)
         self._progress(sum((min(t.seek, t.sound_frames) - old) * t.pace for t, old in zip(tracks, before, strict=True)))
 
-    def _open(self, track: Track, encoding: Encoding) -> None:
+    def _set_opening(self, track: Track, encoding: Encoding) -> None:
         """Sets language and task of a track by its first window, or of each window if the settings say so."""
         s = self.settings
         if s.language_per_window or not track.opening:
-            how: dict[str, Any] = {"language": s.language, "task": s.task, "timestamps": track.timestamps}
-            track.opening = self.whisper.prompt(encoding, **how)
+            arguments: dict[str, Any] = {"language": s.language, "task": s.task, "timestamps": track.timestamps}
+            track.opening = self.whisper.prompt(encoding, **arguments)
 
     def _prompt(self, track: Track) -> list[int]:
         """The decoder's prompt: `prompt_ids` and earlier text, as far as the settings want them, and the opening."""
         s, whisper = self.settings, self.whisper
-        wanted = list(s.prompt_ids or ())
+        prompt_ids = list(s.prompt_ids or ())
         first = s.prompt_condition_type == "first-segment"
         before, suppressed = whisper.setting("prev_sot_token_id"), whisper.setting("suppress_tokens") or []
         if before is None and len(suppressed) >= 2:  # where older checkpoints have it
             before = suppressed[-2]
-        if not (s.condition_on_prev_tokens and track.trusted and (track.segments or (wanted and first))):
-            return [*wanted, *track.opening]
+        if not (s.condition_on_prev_tokens and track.trusted and (track.segments or (prompt_ids and first))):
+            return [*prompt_ids, *track.opening]
         context: list[int] = []
         for tokens in (segment.tokens for segment in track.segments):
-            twice = len(tokens) > 2 and tokens[-2] >= whisper.timestamp_begin  # timestamps at the end: one is enough
+            twice = len(tokens) > 2 and tokens[-2] >= whisper.timestamp_begin  # one timestamp is enough
             context += tokens[:-1] if twice else tokens
         if first:
-            context = wanted[wanted[:1] == [before] :] + context
-        start = wanted if wanted and not first else [] if before is None else [before]
+            context = prompt_ids[prompt_ids[:1] == [before] :] + context
+        start = prompt_ids if prompt_ids and not first else [] if before is None else [before]
         return [*start, *context[1 - self._positions // 2 :], *track.opening]
 
-    def _decoded(self, batch: _Batch) -> list[_Decoded]:
+    def _decode(self, batch: _Batch) -> list[_DecodedWindow]:
         """The decoded text of each row, at the first temperature whose text is accepted, else at the last."""
         s = self.settings
-        texts: dict[int, _Decoded] = {}
+        texts: dict[int, _DecodedWindow] = {}
         pending = list(range(len(batch.tracks)))
         for temperature in s.temperatures:
             part = batch.select(pending)
@@ -238,7 +238,7 @@ class Listener:
             reasons = self.stats[-1].finish_reasons
             for i, (row, tokens) in enumerate(zip(pending, out.new_tokens(), strict=True)):
                 log_prob = None if s.logprob_threshold is None else _mean_log_prob(out, i, tokens, temperature)
-                texts[row] = _Decoded(tokens, reasons[i], temperature, self._is_silent(part, i, tokens, log_prob))
+                texts[row] = _DecodedWindow(tokens, reasons[i], temperature, self._is_silent(part, i, tokens, log_prob))
                 if not texts[row].skip and s.distrusts(tokens, log_prob, self.whisper.model.vocab_size):
                     again.append(row)
             pending = again
@@ -287,7 +287,7 @@ class Listener:
             raise OptionError(f"the prompt of {prompt} tokens leaves the model no room for text: shorten `prompt_ids`")
         return min(limit, most)
 
-    def _advance(self, batch: _Batch, row: int, decoded: _Decoded) -> None:
+    def _advance(self, batch: _Batch, row: int, decoded: _DecodedWindow) -> None:
         """Adds a decoded window to its track, and moves on to the end of its segments."""
         track, whisper = batch.tracks[row], self.whisper
         frames = min(track.frames - track.seek, whisper.frames)
@@ -313,7 +313,7 @@ class Listener:
             track.segments.append(replace(segment, start=start, end=end, opening=track.opening))
         track.seek += covered if covered > 0 else frames
         rest = tokens[sum(len(segment.tokens) for segment in segments) :]
-        begin, steps = whisper.timestamp_begin, covered // whisper.stride  # by which timestamps are earlier there
+        begin, steps = whisper.timestamp_begin, covered // whisper.stride  # the next window begins so many later
         earlier = [token if token < begin else max(token - steps, begin) for token in rest]
         track.ahead = [begin, *earlier] if rest else []
 

@@ -47,50 +47,50 @@ def _goes_on(text: str, begin: int, end: re.Match[str]) -> bool:
     return text[end.end() : end.end() + 1].islower() or bool(_ABBREVIATION.search(text, begin, end.end()))
 
 
-def chunked(text: str, budget: int, count: Count, *, even: bool = True) -> list[str]:
-    """The text in as few pieces of whole sentences as possible, each of at most `budget` tokens.
+def cut_text(text: str, limit: int, count: Count, *, even: bool = True) -> list[str]:
+    """The text in as few pieces of whole sentences as possible, each of at most `limit` tokens.
 
     `count` returns the tokens of several texts, template included. A longer sentence is halved at a line end or space
     near its middle, or else inside a word. `even`: the pieces are about equally long; otherwise each is filled before
     the next. Raises OptionError where not even a character fits.
     """
     text = text.strip()
-    if count([text])[0] <= budget:
+    if count([text])[0] <= limit:
         return [text]
     around = count([""])[0]
-    if around >= budget:
-        raise OptionError(f"{budget} tokens leave no room for text, since the template takes {around}")
-    pieces = [part for piece in sentences(text) for part in _cut(piece, budget, count)]
+    if around >= limit:
+        raise OptionError(f"{limit} tokens leave no room for text, since the template takes {around}")
+    pieces = [part for piece in sentences(text) for part in _cut(piece, limit, count)]
     sizes = [size - around for size in count(pieces)]
-    room = budget - around
+    room = limit - around
     while True:
-        limit = room
+        part_limit = room
         if even:  # the smallest limit that needs no more pieces
-            fewest = len(_packed(sizes, room))
-            limit = bisect_left(range(room), True, key=lambda narrow: len(_packed(sizes, narrow)) <= fewest)
-        chunks = [chunk for group in _packed(sizes, limit) if (chunk := "".join(pieces[group]).strip())]
-        excess = max(count(chunks)) - budget
+            fewest = len(_pack(sizes, room))
+            part_limit = bisect_left(range(room), True, key=lambda narrow: len(_pack(sizes, narrow)) <= fewest)
+        chunks = [chunk for group in _pack(sizes, part_limit) if (chunk := "".join(pieces[group]).strip())]
+        excess = max(count(chunks)) - limit
         if excess <= 0 or len(chunks) == len(pieces):
             return chunks
-        room = limit - excess  # joined pieces can have more tokens than single ones
+        room = part_limit - excess  # joined pieces can have more tokens than single ones
 
 
-def _cut(piece: str, budget: int, count: Count) -> list[str]:
-    """The piece, halved until its parts fit the budget."""
-    if count([piece])[0] <= budget:
+def _cut(piece: str, limit: int, count: Count) -> list[str]:
+    """The piece, halved until its parts fit the `limit`."""
+    if count([piece])[0] <= limit:
         return [piece]
     if len(piece) < 2:
-        raise OptionError(f"{budget} tokens leave no room for text: a single character takes {count([piece])[0]}")
+        raise OptionError(f"{limit} tokens leave no room for text: a single character takes {count([piece])[0]}")
     at = half = len(piece) // 2
     for pattern in _BREAKS:  # a line end, else a space, nearest to the middle and within the middle half
         ends = (m.end() for m in pattern.finditer(piece, half // 2, len(piece) - half // 2) if m.end() < len(piece))
         if (nearest := min(ends, key=lambda end: abs(end - half), default=None)) is not None:
             at = nearest
             break
-    return _cut(piece[:at], budget, count) + _cut(piece[at:], budget, count)
+    return _cut(piece[:at], limit, count) + _cut(piece[at:], limit, count)
 
 
-def _packed(sizes: Sequence[int], limit: int) -> list[slice]:
+def _pack(sizes: Sequence[int], limit: int) -> list[slice]:
     """Runs of neighbours, each of at least one and filled up to `limit`."""
     runs, begin, total = [], 0, 0
     for i, size in enumerate(sizes):

@@ -22,7 +22,7 @@ from specdec.options.fields import check_whole
 from specdec.options.generate import Options
 from specdec.options.load import AUTO
 from specdec.pipelines.checks import refuse_outputs
-from specdec.pipelines.summaries.chunks import chunked, whole_sentences
+from specdec.pipelines.summaries.chunks import cut_text, whole_sentences
 
 BATCH = 8  # prompts decoded together
 NEW_TOKENS = 128  # the length limit of programs, for checkpoints without one
@@ -55,8 +55,8 @@ class Summaries:
 
 
 @dataclass(frozen=True)
-class _Decoded:
-    """`new[prompt][copy]`: new ids; `starts[prompt]`: the prompt's ids, of encoder-decoder targets the decoder's."""
+class _Output:
+    """`new[prompt][copy]`: new ids; `starts[prompt]`: the ids before them, which are a prompt or a decoder's start."""
 
     new: list[list[list[int]]]
     starts: list[list[int]]
@@ -67,26 +67,25 @@ class _Decoded:
 class _Plan:
     """A call's options, as they were read and as `arguments` of `generate`.
 
-    A pass has at most `budget` input tokens (None: any number) and `limit` new ones.
+    A pass has at most `room` input tokens (None: any number) and `limit` new tokens.
     """
 
     options: Options
     arguments: dict[str, Any]
-    budget: int | None
+    room: int | None
     limit: int
     truncate: bool
     batch_size: int
 
 
 class Summarizer:
-    """Summarises texts with a target and a draft; the summaries are those of the target alone.
+    """Summarises texts with a target and a draft; the target alone would write the same summaries.
 
-    `target`, `draft` and `options` are those of `SpecGenerator`, but by default the draft copies from the text;
-    `target` may also be a `SpecGenerator`. The checkpoint's settings for the task apply
-    (`task_specific_params["summarization"]`: lengths, beams, T5's prefix). `template`: the target's input, with
-    `{text}` in it, and perhaps `{words}`, a number of words that stays within the length limit; by default the prefix
-    and the text, or without an encoder an instruction, sent as a user's message where the tokenizer has a chat
-    template.
+    `target`, `draft`, `options`: as in `SpecGenerator`, but by default the draft copies from the text; `target` may
+    also be a `SpecGenerator`. The checkpoint's settings for the task apply (`task_specific_params["summarization"]`:
+    lengths, beams, T5's prefix). `template`: the target's input, with `{text}` in it, and perhaps `{words}`, a number
+    of words that stays within the length limit; by default the prefix and the text, or without an encoder an
+    instruction, sent as a user's message where the tokenizer has a chat template.
 
     A text longer than the target's context, or than `chunk_tokens` (template included), is summarised in pieces of
     whole sentences; then their summaries are summarised together, until one piece is left. A piece's summary that the
@@ -108,8 +107,8 @@ class Summarizer:
             check_whole("chunk_tokens", chunk_tokens)
         if isinstance(target, SpecGenerator):
             draft = None if draft == AUTO else draft
-            if idle := [name for name, value in {"draft": draft, **options}.items() if value is not None]:
-                raise OptionError(f"`{idle[0]}` belongs to the SpecGenerator: set it there, or pass the model")
+            if names := [name for name, value in {"draft": draft, **options}.items() if value is not None]:
+                raise OptionError(f"`{names[0]}` belongs to the SpecGenerator: set it there, or pass the model")
             self.generator = target
         else:
             self.generator = SpecGenerator(target, draft, task=TASK, **options)
@@ -125,14 +124,14 @@ class Summarizer:
         """`Summarizer(target, draft, **options)`, by the name that transformers' users know."""
         return cls(target, draft, **options)
 
-    def limited(self, options: Mapping[str, Any]) -> dict[str, Any]:
+    def with_limit(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """The options of a call, with a limit of 128 new tokens unless they or the checkpoint have a limit."""
         limits = self.generator.options(**options)
         has_limit = limits.max_new_tokens is not None or limits.max_length is not None
         return {**options} if has_limit else {**options, "max_new_tokens": NEW_TOKENS}
 
     def __call__(self, documents: str | Iterable[str], **options: Any) -> list[Any]:
-        """One dict per text, `[{"summary_text": …}]`, also for a single text; `options` are those of `summarize`.
+        """One dict per text, `[{"summary_text": …}]`, also for a single text; `options`: as in `summarize`.
 
         With `num_return_sequences` above 1, several texts return a list of lists. Raises OptionError.
         """
@@ -148,11 +147,11 @@ class Summarizer:
     ) -> Summaries:
         """The summaries of several texts, with their ids, parts and statistics.
 
-        `options` are those of `SpecGenerator.generate`; `max_length` and `min_length` count the summary alone for any
-        target. `truncation` reads only the beginning of a long text. Raises OptionError before any pass for empty texts
-        and wrong options, SpecdecError where the summaries of a text's pieces are no shorter than the text.
+        `options`: as in `SpecGenerator.generate`; `max_length` and `min_length` count the summary alone for any target.
+        `truncation` reads only the beginning of a long text. Raises OptionError before any pass for empty texts and
+        wrong options, SpecdecError where the summaries of a text's pieces are no shorter than the text.
         """
-        texts = _checked(documents)
+        texts = _check_documents(documents)
         if not isinstance(truncation, bool):
             raise OptionError.of("truncation", "True or False", truncation)
         _check_call(batch_size, options)
@@ -164,15 +163,15 @@ class Summarizer:
                         f"`{name}`={options[name]} asks for more tokens than text {number} has ({length}): lower it"
                     )
         parts = [self._parts(text, plan) for text in texts]
-        most, budget = max(map(len, parts), default=1), plan.budget
-        if most > 1 and budget is not None and self._count([""], plan.limit)[0] + 2 * plan.limit > budget:
+        most, room = max(map(len, parts), default=1), plan.room
+        if most > 1 and room is not None and self._count([""], plan.limit)[0] + 2 * plan.limit > room:
             raise OptionError(
                 f"a text is read in {most} pieces, but of their summaries, {plan.limit} tokens each, two do not fit "
-                f"into the {budget} tokens of one piece: lower `max_new_tokens`, or pass `truncation=True`"
+                f"into the {room} tokens of one piece: lower `max_new_tokens`, or pass `truncation=True`"
             )
-        return self._reduced(parts, plan)
+        return self._reduce(parts, plan)
 
-    def _reduced(self, parts: list[list[str]], plan: _Plan) -> Summaries:
+    def _reduce(self, parts: list[list[str]], plan: _Plan) -> Summaries:
         """Summarises parts, then their joined summaries, and so on until each text has one part."""
         counts, stats = [[len(pieces)] for pieces in parts], []
         seeds = batch_seeds(plan.options, len(parts))
@@ -185,20 +184,20 @@ class Summarizer:
                 piece_seeds = [fold(seed, sample) for seed in firsts for sample in samples]
             out = self._decode(pieces, {**plan.arguments, "num_return_sequences": 1}, plan, piece_seeds)
             stats.append(out.stats)
-            _tell_cut(out.stats, "summaries of parts", plan.limit)
-            ended = zip(out.new, out.stats.finish_reasons, strict=True)
-            summaries = iter(_ended(self._text(new[0], plan).strip(), reason) for new, reason in ended)
+            _log_cuts(out.stats, "summaries of parts", plan.limit)
+            pairs = zip(out.new, out.stats.finish_reasons, strict=True)
+            summaries = iter(_trim(self._text(new[0], plan).strip(), reason) for new, reason in pairs)
             for d in long:
-                joined = self._parts(" ".join(next(summaries) for _ in parts[d]), plan)
-                if len(joined) >= len(parts[d]):
+                parts_after = self._parts(" ".join(next(summaries) for _ in parts[d]), plan)
+                if len(parts_after) >= len(parts[d]):
                     raise SpecdecError(
-                        f"the summaries of the {len(parts[d])} parts of text {d} fill {len(joined)} parts again: "
+                        f"the summaries of the {len(parts[d])} parts of text {d} fill {len(parts_after)} parts again: "
                         "lower `max_new_tokens`, or pass `truncation=True` to read the first part alone"
                     )
-                parts[d] = joined
-                counts[d].append(len(joined))
+                parts[d] = parts_after
+                counts[d].append(len(parts_after))
         out = self._decode([pieces[0] for pieces in parts], plan.arguments, plan, seeds)
-        _tell_cut(out.stats, "summaries", plan.limit)
+        _log_cuts(out.stats, "summaries", plan.limit)
         reasons = iter(out.stats.finish_reasons)
         documents = [
             Summary(
@@ -211,15 +210,15 @@ class Summarizer:
         ]
         return Summaries(documents, total([*stats, out.stats]))
 
-    def _decode(self, texts: list[str], arguments: Mapping[str, Any], plan: _Plan, seeds: list[int] | None) -> _Decoded:
+    def _decode(self, texts: list[str], arguments: Mapping[str, Any], plan: _Plan, seeds: list[int] | None) -> _Output:
         """Decodes `batch_size` texts at a time; `seeds` of all rows, and the call's other `arguments`."""
-        prompts = self._ids(texts, plan.limit, plan.budget if plan.truncate else None)
+        prompts = self._ids(texts, plan.limit, plan.room if plan.truncate else None)
         decoded, starts, stats = list[list[list[int]]](), list[list[int]](), list[Stats]()
         rows = len(seeds) // len(prompts) if seeds else 0
         for first in range(0, len(prompts), plan.batch_size):
             batch = prompts[first : first + plan.batch_size]
-            of_batch = seeds[first * rows : (first + len(batch)) * rows] if seeds else None
-            out = self.generator.generate(batch, **{**arguments, "seed": of_batch})
+            part_seeds = seeds[first * rows : (first + len(batch)) * rows] if seeds else None
+            out = self.generator.generate(batch, **{**arguments, "seed": part_seeds})
             assert out.sequences is not None
             assert out.stats is not None
             new = out.new_tokens()
@@ -228,7 +227,7 @@ class Summarizer:
             start = out.sequences.shape[1] - max(map(len, new))
             starts.extend(out.sequences[::copies, :start].tolist())
             stats.append(out.stats)
-        return _Decoded(decoded, starts, total(stats))
+        return _Output(decoded, starts, total(stats))
 
     def _default_template(self) -> str:
         if not self._target.is_encoder_decoder:
@@ -241,15 +240,15 @@ class Summarizer:
     def _ids(self, texts: Sequence[str], limit: int, most: int | None = None) -> list[list[int]]:
         """The target's input ids for each text, for summaries of `limit` tokens; an encoder's are cut to `most`."""
         template = self.template.replace(WORDS, str(int(limit * _WORDS_PER_TOKEN) or 1))
-        filled = [template.replace(PLACE, text) for text in texts]
+        inputs = [template.replace(PLACE, text) for text in texts]
         if not self._chat:
             is_cut = most is not None and self._target.is_encoder_decoder
             cut = {"truncation": True, "max_length": most} if is_cut else {}
-            return [ids_of(self._tokenizer, text, verbose=False, **cut) for text in filled]
-        chats = [[{"role": "user", "content": text}] for text in filled]
+            return [ids_of(self._tokenizer, text, verbose=False, **cut) for text in inputs]
+        chats = [[{"role": "user", "content": text}] for text in inputs]
         processor = self.generator.processor
-        quiet = {} if processor else {"tokenizer_kwargs": {"verbose": False}}
-        return [chat_ids(chat, self._tokenizer, processor, add_generation_prompt=True, **quiet) for chat in chats]
+        options = {} if processor else {"tokenizer_kwargs": {"verbose": False}}
+        return [chat_ids(chat, self._tokenizer, processor, add_generation_prompt=True, **options) for chat in chats]
 
     def _text(self, ids: list[int], plan: _Plan) -> str:
         return decode(self._tokenizer, ids, plan.options.cut_before)
@@ -267,40 +266,40 @@ class Summarizer:
             arguments = {**arguments, "max_length": None, "min_length": None, "max_new_tokens": limit}
             arguments["min_new_tokens"] = options.min_new_tokens or options.min_length or None
             room = None if room is None else room - limit
-        budget = min((n for n in (room, self._chunk_tokens) if n is not None), default=None)
-        if budget is not None and budget < 1:
+        room = min((n for n in (room, self._chunk_tokens) if n is not None), default=None)
+        if room is not None and room < 1:
             raise OptionError(
-                f"{limit} new tokens leave no room for a text before them, since the target reads {budget + limit} at "
+                f"{limit} new tokens leave no room for a text before them, since the target reads {room + limit} at "
                 "most: lower `max_new_tokens`"
             )
-        return _Plan(options, arguments, budget, limit, truncate, batch_size)
+        return _Plan(options, arguments, room, limit, truncate, batch_size)
 
     def _count(self, texts: Sequence[str], limit: int) -> list[int]:
         return list(map(len, self._ids(texts, limit)))
 
     def _parts(self, text: str, plan: _Plan) -> list[str]:
         """The pieces of a text; only the first when it is truncated, which for an encoder its tokenizer does."""
-        if plan.budget is None or (plan.truncate and self._target.is_encoder_decoder):
+        if plan.room is None or (plan.truncate and self._target.is_encoder_decoder):
             return [text]
         count = partial(self._count, limit=plan.limit)
-        if count([text])[0] <= plan.budget:  # as it is, with the whitespace around it
+        if count([text])[0] <= plan.room:  # as it is, with the whitespace around it
             return [text]
-        parts = chunked(text, plan.budget, count, even=not plan.truncate)
+        parts = cut_text(text, plan.room, count, even=not plan.truncate)
         return parts[:1] if plan.truncate else parts
 
 
-def _ended(text: str, reason: str) -> str:
+def _trim(text: str, reason: str) -> str:
     return whole_sentences(text) if reason == "length" else text
 
 
-def _tell_cut(stats: Stats, what: str, limit: int) -> None:
+def _log_cuts(stats: Stats, what: str, limit: int) -> None:
     """Logs how many texts the length limit cut."""
     reasons = stats.finish_reasons
     if cut := reasons.count("length"):
         _log.warning("%d of %d %s are cut at %d tokens: raise `max_new_tokens=`", cut, len(reasons), what, limit)
 
 
-def _checked(documents: Any) -> list[str]:
+def _check_documents(documents: Any) -> list[str]:
     """The texts as a list; raises OptionError for other types and for empty texts."""
     if isinstance(documents, str | bytes | Mapping) or not isinstance(documents, Iterable):
         raise OptionError.of("documents", "text, or texts one after the other", type(documents).__name__)

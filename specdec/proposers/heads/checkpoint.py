@@ -20,7 +20,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from specdec.errors import LoadError, OptionError, SpecdecError, UnsupportedError
 from specdec.models.capability import attention_kinds
-from specdec.models.hf.load_errors import check_folder, check_reached, explained
+from specdec.models.hf.load_errors import check_folder, check_reached, explain_errors
 from specdec.models.hf.private_api import cached, set_attention
 from specdec.models.language_model import LanguageModel
 from specdec.models.protocols import AttentionKind
@@ -258,8 +258,8 @@ def _is_there(source: str, name: str, revision: str | None) -> bool:
 
 @contextmanager
 def readable(source: str, argument: str) -> Iterator[None]:
-    """Explains errors in a checkpoint's files (`explained`); invalid fields of its config raise LoadError too."""
-    with explained(source, argument):
+    """Explains errors in a checkpoint's files (`explain_errors`); invalid fields of its config raise LoadError too."""
+    with explain_errors(source, argument):
         try:
             yield
         except SpecdecError:

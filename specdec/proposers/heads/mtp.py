@@ -17,7 +17,7 @@ from specdec.core.drafts import refuse_argument
 from specdec.errors import UnsupportedError
 from specdec.models.backends.packed_layers import is_plain
 from specdec.models.hf.derived import shallow_copy
-from specdec.models.hf.load_errors import explained
+from specdec.models.hf.load_errors import explain_errors
 from specdec.models.hf.private_api import CACHE
 from specdec.models.language_model import LanguageModel
 from specdec.models.protocols import AttentionKind
@@ -47,7 +47,7 @@ class MtpDraft(HeadDraft):
         inner = shallow_copy(target.model)
         inner.set_input_embeddings(nn.Identity())
         inner.set_output_embeddings(nn.Identity())
-        with explained(source, name):
+        with explain_errors(source, name):
             model = MtpModel.from_pretrained(inner, device_map={"": target.device})
         model.tie_with_main_model(target.model)
         backend = "auto" if target.backend == "eager" else target.backend

@@ -102,7 +102,7 @@ class Stage(nn.Module, ABC):
         output_hidden_states: bool = False,
         **options: Any,
     ) -> CausalLMOutputWithPast:
-        """Logits, and the features that it writes as hidden states.
+        """Logits, and as hidden states the features that it writes, for `[rows, nodes]` tokens as `write` has them.
 
         Without `inputs_embeds` (a trial of its speed), features are zero and logits are of its own vocabulary.
         """

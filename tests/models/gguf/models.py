@@ -10,7 +10,7 @@ from transformers import AutoConfig
 
 from specdec.models.hf.tiny_models import SIZES, VOCABULARY
 from tests.models.gguf.files import written
-from tests.tiny import built
+from tests.tiny import random_model
 
 Keys = dict[str, Any]
 ROPE = {"rope_theta": 10000.0}
@@ -100,7 +100,7 @@ def model_of(kind: Kind, **options: Any) -> Any:
     sizes = {**SIZES.get(kind.model_type, {}), "rope_parameters": {**ROPE, "rope_type": "default"}}
     if kind.model_type in ("gemma3_text", "olmo3"):
         del sizes["rope_parameters"]
-    model = built(AutoConfig.for_model(kind.model_type, **{**ids, **sizes, **kind.options, **options}), 0)
+    model = random_model(AutoConfig.for_model(kind.model_type, **{**ids, **sizes, **kind.options, **options}), 0)
     numbers = torch.Generator().manual_seed(1)
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1 or "norm" in name or name.endswith("bias"):  # of few digits: norms may have 1 added

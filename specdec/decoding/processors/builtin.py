@@ -1,7 +1,7 @@
-"""Logits processors of our own, in place of transformers' or beside them: suppressed tokens, Whisper's rules for
-timestamps, penalties, and those that belong to one row of a batch.
+"""Logits processors in place of transformers' or beside them: suppressed tokens, Whisper's rules for timestamps,
+penalties, and processors of one row of a batch.
 
-transformers' processors search the whole vocabulary for suppressed tokens in every step; these index them.
+transformers' processors search the whole vocabulary for suppressed tokens in every step; these look them up.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _NEVER = -torch.inf
 
 
 class Suppress:
-    """Suppresses `tokens` after texts of at least `first` and fewer than `end` ids, those that the vocabulary has."""
+    """Suppresses `tokens` after texts of at least `first` and fewer than `end` ids; the vocabulary may lack some."""
 
     stands_for: ClassVar[type] = stock.SuppressTokensLogitsProcessor
 
     def __init__(self, tokens: Iterable[int] | Tensor, first: int = 0, end: float = math.inf) -> None:
         self.tokens = sorted({int(token) for token in tokens})
         self._first, self._end = first, end
-        self._known: dict[int, Tensor] = {}  # by the size of the vocabulary
+        self._ids_by_vocab: dict[int, Tensor] = {}  # by the size of the vocabulary
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.tokens})"
@@ -43,10 +43,10 @@ class Suppress:
         if not first <= 0 < end:
             return logits
         vocab = logits.shape[-1]
-        if vocab not in self._known:
+        if vocab not in self._ids_by_vocab:
             ids_in_vocab = [token for token in self.tokens if 0 <= token < vocab]
-            self._known[vocab] = torch.tensor(ids_in_vocab, dtype=torch.long)
-        return logits.index_fill(-1, self._known[vocab], -torch.inf)
+            self._ids_by_vocab[vocab] = torch.tensor(ids_in_vocab, dtype=torch.long)
+        return logits.index_fill(-1, self._ids_by_vocab[vocab], -torch.inf)
 
 
 class RecentNgrams(stock.NoRepeatNGramLogitsProcessor):  # type: ignore[misc]
@@ -57,13 +57,13 @@ class RecentNgrams(stock.NoRepeatNGramLogitsProcessor):  # type: ignore[misc]
         self._window = window
 
     def __call__(self, ids: Tensor, logits: Tensor) -> Tensor:
-        """`logits` `[n, vocab]` with the tokens that would repeat one at -inf; `ids` `[n, length]`."""
+        """`logits` `[n, vocab]` after `ids` `[n, length]`, -inf for tokens that would repeat an n-gram."""
         scores: Tensor = super().__call__(ids[:, -self._window :], logits)
         return scores
 
 
 class SuppressAtBegin(Suppress):
-    """The same for the first token after `begin` of them."""
+    """Suppresses `tokens` right after the first `begin` tokens of a text."""
 
     stands_for = stock.SuppressTokensAtBeginLogitsProcessor
 
@@ -72,7 +72,7 @@ class SuppressAtBegin(Suppress):
 
 
 class MinLength(Suppress):
-    """The same while texts are shorter than `least` tokens."""
+    """Suppresses `tokens` while a text is shorter than `least` tokens."""
 
     stands_for = stock.MinLengthLogitsProcessor
 
@@ -81,7 +81,7 @@ class MinLength(Suppress):
 
 
 class MinNewTokens(MinLength):
-    """The same; `least` counts a prompt and new tokens."""
+    """`MinLength` whose `least` counts the prompt and the new tokens."""
 
     stands_for = stock.MinNewTokensLengthLogitsProcessor
 
@@ -123,18 +123,18 @@ class Timestamps:
             text.masked_fill_((together > log_probs[:, : self.first].amax(-1))[:, None], _NEVER)
         return scores
 
-    def newest(self, generated: list[int]) -> int:
-        """The last timestamp of `generated`, or -1."""
-        return next((token for token in reversed(generated) if token >= self.first), -1)
+    def newest(self, output: list[int]) -> int:
+        """The last timestamp of `output`, or -1."""
+        return next((token for token in reversed(output) if token >= self.first), -1)
 
-    def _keep_order(self, generated: list[int], text: Tensor, stamps: Tensor) -> None:
-        """Sets to -inf in `text` `[first]` and `stamps` `[others]` what may not follow `generated`."""
-        newest = self.newest(generated)
+    def _keep_order(self, output: list[int], text: Tensor, stamps: Tensor) -> None:
+        """Sets to -inf in `text` `[first]` and `stamps` `[others]` what may not follow `output`."""
+        newest = self.newest(output)
         if newest < 0:
             return
-        if generated[-1] < self.first:
+        if output[-1] < self.first:
             stamps[: newest - self.first + 1] = _NEVER  # text takes some time
-        elif len(generated) < 2 or generated[-2] >= self.first:  # a first one stands for a pair
+        elif len(output) < 2 or output[-2] >= self.first:  # a first one stands for a pair
             stamps.fill_(_NEVER)
         else:  # the second of a pair may be the same
             stamps[: newest - self.first] = _NEVER
@@ -151,10 +151,11 @@ class OutputPenalty:
         self.length, self.presence, self.frequency = length, presence, frequency
 
     def __call__(self, ids: Tensor, logits: Tensor) -> Tensor:
-        written = ids[:, self.length :]
-        if not written.shape[1]:
+        """`logits` `[n, vocab]`, lowered for what `ids` `[n, length]` have after the prompt."""
+        output = ids[:, self.length :]
+        if not output.shape[1]:
             return logits
-        counts = torch.zeros_like(logits).scatter_add_(1, written, logits.new_ones(written.shape))
+        counts = torch.zeros_like(logits).scatter_add_(1, output, logits.new_ones(output.shape))
         return logits - self.frequency * counts - self.presence * (counts > 0)
 
 
@@ -163,35 +164,35 @@ class RowPrefix:
 
     stands_for = stock.PrefixConstrainedLogitsProcessor
 
-    def __init__(self, allowed: PrefixFn, row: int) -> None:
-        self.allowed = allowed
+    def __init__(self, function: PrefixFn, row: int) -> None:
+        self.function = function
         self.row = row
 
     def __call__(self, ids: Tensor, logits: Tensor) -> Tensor:
         """`logits` with only the ids allowed after `ids` `[n, length]`; the n hypotheses belong to one row."""
         width = logits.shape[1]
-        constrained = stock.PrefixConstrainedLogitsProcessor(lambda _, text: self._ids(text, width), len(ids))
-        return constrained(ids, logits)
+        processor = stock.PrefixConstrainedLogitsProcessor(lambda _, text: self._ids(text, width), len(ids))
+        return processor(ids, logits)
 
     def _ids(self, text: Tensor, width: int) -> Any:
         """The ids below `width` allowed after `text` `[length]`; raises OptionError for others, none, or no list."""
-        found = self.allowed(self.row, text)
+        answer = self.function(self.row, text)
         try:
-            ids = torch.as_tensor(found)
-            valid = len(found) and not ids.is_floating_point() and bool(((ids >= 0) & (ids < width)).all())
+            ids = torch.as_tensor(answer)
+            valid = len(answer) and not ids.is_floating_point() and bool(((ids >= 0) & (ids < width)).all())
         except (TypeError, ValueError, RuntimeError):
             valid = False
         if not valid:
             way_out = "return [eos_token_id] where the text is complete, all ids where anything may follow"
             expected = f"a function to a list of at least one id (here for row {self.row}, after {len(text)} ids)"
-            raise OptionError.of("prefix_allowed_tokens_fn", f"{expected} below {width}", found, way_out)
-        return found
+            raise OptionError.of("prefix_allowed_tokens_fn", f"{expected} below {width}", answer, way_out)
+        return answer
 
 
 class EncoderPenalty(stock.EncoderRepetitionPenaltyLogitsProcessor):  # type: ignore[misc]
-    """transformers' penalty for repeating encoder ids, for any number of texts of the row with one copy of these.
+    """transformers' penalty for repeating encoder ids, with one copy of them for any number of the row's texts.
 
-    Ids beyond `width`, which the decoder cannot write, need none.
+    Ids beyond `width` have no penalty, since the decoder cannot write them.
     """
 
     stands_for = stock.EncoderRepetitionPenaltyLogitsProcessor
@@ -200,11 +201,12 @@ class EncoderPenalty(stock.EncoderRepetitionPenaltyLogitsProcessor):  # type: ig
         super().__init__(penalty, ids[ids < width][None])
 
     def __call__(self, ids: Tensor | None, logits: Tensor) -> Tensor:
+        """`logits` `[n, vocab]` with the penalty; `ids` do not matter."""
         return torch.cat([super(EncoderPenalty, self).__call__(ids, text[None]) for text in logits])
 
 
 class EncoderNgrams(stock.EncoderNoRepeatNGramLogitsProcessor):  # type: ignore[misc]
-    """transformers' ban of the encoder's n-grams, without those that end in ids beyond `width`, which never follow."""
+    """transformers' ban of the encoder's n-grams, except n-grams that end in ids beyond `width`, which never follow."""
 
     stands_for = stock.EncoderNoRepeatNGramLogitsProcessor
 

@@ -13,7 +13,7 @@ from transformers.generation import logits_process as stock
 from specdec import kernels
 from specdec.decoding.noise import EMPTY
 from specdec.decoding.processors import Processors, Timestamps
-from specdec.decoding.processors.own import MinLength, MinNewTokens, Suppress, SuppressAtBegin
+from specdec.decoding.processors.builtin import MinLength, MinNewTokens, Suppress, SuppressAtBegin
 
 VOCAB, FIRST, END = 26, 14, 10  # between the end and the timestamps: a few tokens of other use
 TOKEN = st.one_of(st.integers(0, FIRST - 1), st.integers(FIRST, VOCAB - 1))  # half of all tokens are timestamps

@@ -17,7 +17,7 @@ from specdec.core.draft_schedules.cost import Cost
 from specdec.core.draft_schedules.estimates import LinearFit
 from specdec.core.drafts import Draft
 from specdec.errors import EngineError
-from specdec.generator import kept_costs
+from specdec.generator import cost_files
 from specdec.models import LanguageModel
 from specdec.proposers import FunctionDraft, HybridDraft, SuffixDraft
 from specdec.proposers.form import FormDraft
@@ -146,7 +146,7 @@ def test_a_broken_file_is_ignored(
 
 
 def test_the_oldest_files_go(folder: Path, folders: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_costs, "_MOST", 3)
+    monkeypatch.setattr(cost_files, "_MOST", 3)
     folder.mkdir()
     for age in range(1, 6):
         (folder / f"{age}.json").write_text("{}")
@@ -174,8 +174,8 @@ class Foreign(SuffixDraft):
 def test_the_draft_of_a_caller_leaves_no_file(folder: Path, folders: tuple[str, str], draft: Draft) -> None:
     """Two functions with one name, and classes with one `repr`, took each other's costs."""
     with SpecGenerator.from_pretrained(folders[0], dtype="float32") as plain:
-        assert kept_costs.place(plain.target, draft, "greedy") is None
-        assert kept_costs.place(plain.target, FormDraft(), "greedy") is not None
+        assert cost_files.place(plain.target, draft, "greedy") is None
+        assert cost_files.place(plain.target, FormDraft(), "greedy") is not None
 
 
 def test_a_file_is_of_one_device_and_release(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,8 +184,8 @@ def test_a_file_is_of_one_device_and_release(folder: Path, monkeypatch: pytest.M
     monkeypatch.setattr(model.model.config, "name_or_path", "target")
 
     def file() -> Path | None:
-        kept_costs._machine.cache_clear()
-        return kept_costs.place(model, SuffixDraft(), "greedy")
+        cost_files._machine.cache_clear()
+        return cost_files.place(model, SuffixDraft(), "greedy")
 
     files = [file()]
     for name, value in (("is_offloaded", True), ("is_strict", True), ("device", torch.device("cuda"))):
@@ -196,7 +196,7 @@ def test_a_file_is_of_one_device_and_release(folder: Path, monkeypatch: pytest.M
     files.append(file())
     monkeypatch.setattr(transformers, "__version__", "0")
     files.append(file())
-    kept_costs._machine.cache_clear()
+    cost_files._machine.cache_clear()
     assert len(set(files)) == len(files)
 
 
@@ -205,15 +205,15 @@ def test_a_relative_path_is_a_name_in_its_folder_alone(
 ) -> None:
     """Two models at `./model` in two folders shared a file."""
     with SpecGenerator.from_pretrained(folders[0], dtype="float32") as plain:
-        before = kept_costs.place(plain.target, SuffixDraft(), "greedy")
+        before = cost_files.place(plain.target, SuffixDraft(), "greedy")
         monkeypatch.chdir(Path(folders[0]).parent)
         plain.target.model.config.name_or_path = Path(folders[0]).name
-        assert kept_costs.place(plain.target, SuffixDraft(), "greedy") == before
+        assert cost_files.place(plain.target, SuffixDraft(), "greedy") == before
 
 
 def test_a_file_is_named_once(folder: Path, folders: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Every call walked over all modules of the models."""
-    monkeypatch.setattr(kept_costs, "place", place := Mock(wraps=kept_costs.place))
+    monkeypatch.setattr(cost_files, "place", place := Mock(wraps=cost_files.place))
     with generator(folders) as first:
         first.generate(PROMPT, **CALL)
         first.generate(PROMPT, **CALL)
@@ -236,13 +236,13 @@ def test_kinds_of_call_share_the_odds(folder: Path, folders: tuple[str, str]) ->
 def test_what_cannot_be_written_leaves_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A failed write left a temporary file, and another error than OSError ended `close`."""
     line = LinearFit(2.0, 2.0, 2.0, 2.0, 2.0)
-    cost = Cost(seconds=kept_costs.Seconds(drafts={"suffix": line}))
-    lost = Cost(seconds=kept_costs.Seconds(drafts={"suffix": "no line"}))  # type: ignore[dict-item]
+    cost = Cost(seconds=cost_files.Seconds(drafts={"suffix": line}))
+    lost = Cost(seconds=cost_files.Seconds(drafts={"suffix": "no line"}))  # type: ignore[dict-item]
     monkeypatch.setattr(Cost, "is_measured", True)
     paths = [folder / "a-a.json", folder / "b-b.json", folder / "c-c.json"]
     paths[1].mkdir(parents=True)
     last = {path: (path, SimpleNamespace(schedule=one)) for path, one in zip(paths, (lost, cost, cost), strict=True)}
-    kept_costs.write_costs(last, None)  # type: ignore[arg-type]
+    cost_files.write_costs(last, None)  # type: ignore[arg-type]
     assert sorted(folder.iterdir()) == paths[1:]
     assert not last
 

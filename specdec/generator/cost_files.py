@@ -53,7 +53,7 @@ _JSON: dict[type, TypeAdapter[Any]] = {kind: TypeAdapter(kind) for kind in (Lear
 def place(target: LanguageModel, draft: Draft | None, family: Hashable) -> Path | None:
     """The file for calls of `family`; None without a draft, a name for each part, or a home folder."""
     folder = probe_folder()
-    if folder is None or draft is None or not _is_named(draft):
+    if folder is None or draft is None or not _has_name(draft):
         return None
     models = [target, *draft.models]
     names = [str(getattr(model.model.config, "name_or_path", "") or "") for model in models]
@@ -71,10 +71,10 @@ def _digest(*parts: str) -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
-def _is_named(draft: Draft) -> bool:
+def _has_name(draft: Draft) -> bool:
     """Whether `repr` tells the draft, and the drafts in it, from all others: not where a caller wrote their code."""
     is_ours = type(draft).__module__.startswith("specdec.") and not isinstance(draft, FunctionDraft)
-    return is_ours and all(_is_named(part) for part in vars(draft).values() if isinstance(part, Draft))
+    return is_ours and all(_has_name(part) for part in vars(draft).values() if isinstance(part, Draft))
 
 
 @cache
