@@ -134,7 +134,6 @@ def test_siblings_keep_the_text(name: str, own: dict[str, int]) -> None:
         chains, wide = (generator.generate(**prompts, **options, schedule=Beside(some)) for some in (False, True))
         assert chains.sequences.tolist() == wide.sequences.tolist() == expected
         if draft is assistant and generator.target.capability.cache_kind == "kv":  # others verify no trees
-            assert wide.stats.num_draft_tokens >= chains.stats.num_draft_tokens
             assert wide.stats.num_target_passes <= chains.stats.num_target_passes - (name == "llama")
 
 

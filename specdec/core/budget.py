@@ -7,6 +7,8 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+_DOUBT = 0.01  # the least confidence that all other tokens together are taken to have
+
 
 @dataclass(frozen=True)
 class Budget:
@@ -67,9 +69,15 @@ class Budget:
         is_trial = len(path) == 1 and self.branches in (None, 1) and bisect_right(self.edges, path[0]) in self.untested
         return is_trial or (self._chance(path[:-1]) > 0 and self._chance(path) >= self.node_cost)
 
-    def keeps_sibling(self, path: Sequence[float]) -> bool:
-        """Whether the last node of a path, beside a chain, is worth verifying."""
-        return self.siblings and self._chance(path) >= self.node_cost
+    def keeps_sibling(self, path: Sequence[float], confidence: float) -> bool:
+        """Whether a token of this confidence, beside the last node of a path, is worth verifying.
+
+        Where that node is wrong, each of the other tokens is right with its share of their confidence.
+        """
+        if not self.siblings:
+            return False
+        share = confidence / max(1 - path[-1], _DOUBT)
+        return self._chance(path[:-1]) * (1 - self.chance(path[-1])) * share >= self.node_cost
 
     def _chance(self, path: Sequence[float]) -> float:
         """The chance that a whole path is accepted."""

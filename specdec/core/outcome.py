@@ -21,11 +21,11 @@ _MOST_TIMES = 8  # times the bytes of a view that it may keep in memory
 class SequenceRound:
     """The result of a round for one sequence.
 
-    `drafted`: nodes of the proposal; `depth`: its longest path. The draft had guessed the tokens of the first
-    `accepted` steps. `finish`: why the sequence ended, or None. `tested`: the confidence of each node that the strategy
-    reached, and whether it was accepted; these nodes lie on `levels` levels of the proposal. `prefill`: in this
-    round the target read its prompt, or a draft model its prompt or a longer part of its text. `read`: tokens of the
-    text that a draft model read; the last one is not counted, the draft reads it again for its first guess.
+    `drafted`: nodes of the proposal without its `siblings`; `depth`: its longest path. The draft had guessed the tokens
+    of the first `accepted` steps. `finish`: why the sequence ended, or None. `tested`: the confidence of each node that
+    the strategy reached, and whether it was accepted; these nodes lie on `levels` levels of the proposal. `prefill`: in
+    this round the target read its prompt, or a draft model its prompt or a longer part of its text. `read`: tokens of
+    the text that a draft model read; the last one is not counted, the draft reads it again for its first guess.
     """
 
     id: int
@@ -39,6 +39,7 @@ class SequenceRound:
     steps: list[Step]
     finish: str | None = None
     read: int = 0
+    siblings: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,13 +136,14 @@ class Outcome:
         else:
             steps = self.steps[:-1] if self.finish else self.steps
             accepted, reached = set(self.path), {*[-1, *self.path][: len(steps)]}
-            nodes = [node for node, parent in enumerate(parents) if parent in reached]
+            guesses = parents[: len(parents) - proposal.siblings]
+            nodes = [node for node, parent in enumerate(guesses) if parent in reached]
             levels = len({parents[node] for node in nodes})
             tested = [(confidence[node], node in accepted) for node in nodes]
         prefill = read >= READ_ALONG or not self.seq.prefilled
         return SequenceRound(
             id=self.seq.id,
-            drafted=len(tokens),
+            drafted=len(tokens) - proposal.siblings,
             depth=depth,
             accepted=self.accepted,
             prefill=prefill,
@@ -151,6 +153,7 @@ class Outcome:
             steps=self.steps,
             finish=self.finish,
             read=read,
+            siblings=proposal.siblings,
         )
 
 

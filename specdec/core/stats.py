@@ -24,15 +24,15 @@ class Stats:
 
     *Mean acceptance length* is 1 + accepted / speculative steps; a speculative step is one sequence's part of a target
     pass with a proposal. *Target passes per token* counts every pass. A search's tokens are its steps; `lengths` are
-    the new tokens of every returned text, and `finish_reasons` say why it ended. `num_draft_tokens` are nodes, of which
-    siblings cost no draft pass. `per_row` has one entry per sequence (a search is one, a ranked sample too), whose
-    passes are those after which it had new tokens. `cached_prompt_tokens` were read in an earlier call or for another
-    sequence. Seconds are sums over rounds, which sequences of other calls may have shared; `first_token_seconds` end
-    with the first new token, and `loading_seconds`, 0 for a caller's own models, were before the call. `saved_seconds`:
-    what rounds with a draft saved beside rounds without one, below 0 where the draft took more; 0 where no schedule
-    measured both. `exactness` compares the text with the same call's text without a draft: "strict" and "exact": equal;
-    "rounding": equal but for near-ties in half precision; "row-dependent": it may differ, since layers of the target
-    look at all tokens of a pass.
+    the new tokens of every returned text, and `finish_reasons` say why it ended. `num_draft_tokens` are nodes without
+    siblings, which cost no draft pass. `per_row` has one entry per sequence (a search is one, a ranked sample too),
+    whose passes are those after which it had new tokens. `cached_prompt_tokens` were read in an earlier call or for
+    another sequence. Seconds are sums over rounds, which sequences of other calls may have shared;
+    `first_token_seconds` end with the first new token, and `loading_seconds`, 0 for a caller's own models, were before
+    the call. `saved_seconds`: what rounds with a draft saved beside rounds without one, below 0 where the draft took
+    more; 0 where no schedule measured both. `exactness` compares the text with the same call's text without a draft:
+    "strict" and "exact": equal; "rounding": equal but for near-ties in half precision; "row-dependent": it may differ,
+    since layers of the target look at all tokens of a pass.
     """
 
     num_new_tokens: int = 0

@@ -19,7 +19,7 @@ class Tree:
     A node with parent `-1` follows the text. In a proposal for a sequence with several leaves, parent `-1 - i` is leaf
     i. `confidence` is the draft's probability of each node. `q[node]` `[vocab]` is the distribution that the node was
     drawn from (float32, after processors); `q=None`: the draft is one-hot, certain of its guess. `source` names the
-    proposer.
+    proposer. The last `siblings` nodes are proposed beside those of a chain, which the others are.
     """
 
     tokens: list[int]
@@ -27,6 +27,7 @@ class Tree:
     confidence: list[float] | None = None
     q: Sequence[Tensor] | Tensor | None = None
     source: str = ""
+    siblings: int = 0
 
     @classmethod
     def chain(
@@ -43,11 +44,16 @@ class Tree:
         return len(self.tokens)
 
     def extended(self, tokens: list[int], confidence: list[float], source: str) -> Tree:
-        """This tree with more tokens, which were not drawn, behind the last one of its trunk."""
-        q, count = None if self.q is None else [*self.q, *[_NO_Q] * len(tokens)], len(self)
-        parents = [self.trunk - 1, *range(count, count + len(tokens) - 1)]
-        sure = [*(self.confidence or ()), *confidence]
-        return Tree([*self.tokens, *tokens], [*self.parents, *parents[: len(tokens)]], sure, q, source)
+        """This chain with more tokens, which were not drawn, behind its last one; its siblings stay the last nodes."""
+        end, sure = len(self) - self.siblings, self.confidence or [1.0] * len(self)
+        return Tree(
+            [*self.tokens[:end], *tokens, *self.tokens[end:]],
+            [*range(-1, end + len(tokens) - 1), *self.parents[end:]],
+            [*sure[:end], *confidence, *sure[end:]],
+            None if self.q is None else [*self.q, *[_NO_Q] * len(tokens)],
+            source,
+            self.siblings,
+        )
 
     @property
     def is_chain(self) -> bool:
@@ -55,9 +61,9 @@ class Tree:
         return self.parents == list(range(-1, len(self.parents) - 1))
 
     @property
-    def trunk(self) -> int:
-        """How many of the first nodes are a chain from the end of the text."""
-        return next((node for node, parent in enumerate(self.parents) if parent != node - 1), len(self.parents))
+    def stem(self) -> int:
+        """How many nodes a chain has without its siblings; 0 of a tree that is none."""
+        return len(self) - self.siblings if self.siblings or self.is_chain else 0
 
     def graft(self, other: Tree, leaves: Sequence[int] = ()) -> Tree:
         """This tree with `other` growing from its nodes `leaves`, by default the last one; keeps no confidences."""
@@ -89,7 +95,7 @@ class Tree:
     def tested(self, tokens: Sequence[int]) -> tuple[list[tuple[float, bool]], int]:
         """The confidence of each node that a text reached as it went on with `tokens`, and whether it became text.
 
-        Besides, on how many levels these nodes lie.
+        Besides, on how many levels these nodes lie. Siblings are left out.
         """
         children, path = self.children(), [-1]
         for token in tokens:
@@ -97,7 +103,8 @@ class Tree:
                 break
             path.append(node)
         reached, sure = {*path[: len(tokens)]}, self.confidence or [1.0] * len(self.tokens)
-        nodes = [node for node, parent in enumerate(self.parents) if parent in reached]
+        guesses = self.parents[: len(self) - self.siblings]
+        nodes = [node for node, parent in enumerate(guesses) if parent in reached]
         return [(sure[node], node in path) for node in nodes], len({self.parents[node] for node in nodes})
 
     @property

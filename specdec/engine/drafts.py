@@ -270,14 +270,14 @@ class OpenDrafts:
 
 def _allowed(seq: RunningSequence, tree: Tree) -> Tree:
     """A guess for a text whose chain ends before the first token that processors forbid."""
-    trunk = tree.trunk
-    if not seq.task.allowed or not trunk or tree.depth > trunk or tree.q is not None or seq.tree.tokens:
+    stem = tree.stem
+    if not seq.task.allowed or not stem or tree.q is not None or seq.tree.tokens:
         return tree
-    count = min(allowed(seq.tokens, tree.tokens[:trunk]) for allowed in seq.task.allowed)
-    nodes = [node for node, parent in enumerate(tree.parents) if (node if node < trunk else parent) < count]
+    count = min(allowed(seq.tokens, tree.tokens[:stem]) for allowed in seq.task.allowed)
+    nodes = [node for node, parent in enumerate(tree.parents) if (node if node < stem else parent) < count]
     sure = tree.confidence and [tree.confidence[node] for node in nodes]
     tokens, parents = [tree.tokens[node] for node in nodes], [tree.parents[node] for node in nodes]
-    return Tree(tokens, parents, sure, source=tree.source)
+    return Tree(tokens, parents, sure, source=tree.source, siblings=len(nodes) - count)
 
 
 def _budgets(schedule: Schedule, seqs: Sequence[RunningSequence]) -> dict[int, Budget]:

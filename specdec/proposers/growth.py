@@ -161,14 +161,15 @@ class ChainGrowth:
         tree = Tree.chain(self.tokens, self.confidence, torch.stack(self.q).float() if self.q else None, source)
         beside = [
             (at - 1, token, confidence)
-            for at, pairs in enumerate(self.siblings[: len(tree) + 1])
+            for at, pairs in enumerate(self.siblings[: len(tree)])
             for token, confidence in pairs
-            if self.budget.keeps_sibling([*self.confidence[:at], confidence])
+            if self.budget.keeps_sibling(self.confidence[: at + 1], confidence)
         ]
         if not beside:
             return tree
-        parents, tokens, confidence = map(list, zip(*beside, strict=True))
-        return Tree(tree.tokens + tokens, tree.parents + parents, self.confidence + confidence, source=source)
+        parents, tokens, sure = map(list, zip(*beside, strict=True))
+        tokens, parents, sure = tree.tokens + tokens, tree.parents + parents, self.confidence + sure
+        return Tree(tokens, parents, sure, source=source, siblings=len(beside))
 
     def _guess(self, token: int, confidence: float) -> bool:
         """Adds a guess unless it is invalid or not worth verifying; returns whether it did."""

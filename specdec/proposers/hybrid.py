@@ -228,11 +228,11 @@ class HybridProposer(Proposer):
 
     def _extended(self, seq: SequenceView, budget: Budget, tree: Tree) -> Tree:
         """The model's chain, and behind it copies of what followed the same tokens before, as far as they pay."""
-        trunk, sure = tree.trunk, (tree.confidence or [])[: tree.trunk]
-        room = path_limit(seq, budget) - trunk
-        if room <= 0 or not sure or tree.depth > trunk or seq.tree.tokens:
+        stem, sure = tree.stem, (tree.confidence or [])[: tree.stem]
+        room = path_limit(seq, budget) - stem
+        if room <= 0 or not sure or seq.tree.tokens:
             return tree
-        tokens, confidence = self._text.after(seq, tree.tokens[:trunk], room)
+        tokens, confidence = self._text.after(seq, tree.tokens[:stem], room)
         guessing = self._chosen[seq.id]
         count = len(worthwhile(confidence, trusting(guessing), [guessing.chance(one) for one in sure]))
         if not count:
@@ -249,7 +249,7 @@ class HybridProposer(Proposer):
         trees = self._inner.propose(seqs, budgets)
         seconds, levels = perf_counter() - began, max(tree.depth for tree in trees)
         if levels:  # there was one pass for each
-            nodes = (read + sum(len({*tree.parents}) for tree in trees)) / levels  # no pass continued the others
+            nodes = (read + sum(len(tree) - tree.siblings for tree in trees)) / levels
             self._odds.passes = self._odds.passes.add(nodes, seconds / levels)
         return {seq.id: tree for seq, tree in zip(seqs, trees, strict=True)}
 

@@ -53,7 +53,7 @@ class Counting(SlowModel):
     """Every token is one more than the token before it, and sure."""
 
     def logits(self, prefix: Sequence[int], encoding: int = 0) -> Tensor:
-        return 20 * one_hot(torch.tensor((prefix[-1] + 1) % self.vocab_size), self.vocab_size).float()
+        return 8 * one_hot(torch.tensor((prefix[-1] + 1) % self.vocab_size), self.vocab_size).float()
 
 
 @pytest.fixture
@@ -172,7 +172,7 @@ def test_a_chain_goes_on_with_copies(clock: Clock) -> None:
     for siblings in (False, True):
         model = Counting(clock)
         session = HybridDraft(SuffixDraft(), ModelDraft(model)).start(50)
-        budget = Budget(30, bases=(0.9,), later=0.9, pass_cost=0.5, siblings=siblings)
+        budget = Budget(30, None, (0.5,), (0.9, 0.9), (0.0, 0.0), later=0.9, pass_cost=0.5, siblings=siblings)
         seq = FakeSequence([*range(10, 45), 5, 9], task=task(GreedySampler(Processors(), 50)))
         [tree] = session.propose([seq], [budget])
         [path] = [tree.path(node) for node in range(len(tree)) if len(tree.path(node)) == tree.depth]

@@ -85,7 +85,7 @@ class Seconds(NamedTuple):
     def after(self, round: Round) -> Seconds:
         """With this round, in which no prompt was read."""
         everyone = everyone_in(round)
-        count, drafted = len(everyone), sum(seq.drafted for seq in everyone)
+        count, drafted = len(everyone), sum(seq.drafted + seq.siblings for seq in everyone)
         # Choosing tokens takes longer for more nodes, too.
         pass_seconds = round.verify_seconds + round.select_seconds
         changes: dict[str, Any] = {
