@@ -7,6 +7,8 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+SIBLINGS = 3
+"""The most tokens that are proposed beside a guess of a chain."""
 _DOUBT = 0.01  # the least confidence that all other tokens together are taken to have
 
 

@@ -53,7 +53,7 @@ def block_kind(layer: PackedLinear) -> str | None:
     levels = () if layer.levels is None else tuple(layer.levels.tolist())
     bits, part = int(layer.kind.removeprefix("int")), layer.inputs // layer.scales.shape[1]
     kind = _Kind(bits, part, has_mins=layer.mins is not None, has_steps=layer.steps is not None, levels=levels)
-    return next(name for name in BLOCKS if BLOCKS[name] == kind)
+    return next((name for name in BLOCKS if BLOCKS[name] == kind), None)
 
 
 def pack_blocks(

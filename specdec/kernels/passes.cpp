@@ -103,7 +103,7 @@ struct Chain {
     auto [token, probability, others] = guess(logits, step);
     others.insert(others.begin(), {token, probability});
     others.resize(1 + siblings);
-    for (auto [other, chance] : others) tokens.push_back(other), probabilities.push_back(chance);
+    for (auto [other, share] : others) tokens.push_back(other), probabilities.push_back(share);
     guessed = token;
     for (auto& filter : choice.filters) filter->follow(token);
     auto bin = std::upper_bound(edges.begin(), edges.end(), probability) - edges.begin();

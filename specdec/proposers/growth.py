@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specdec.core.budget import Budget
+from specdec.core.budget import SIBLINGS, Budget
 from specdec.core.drafts import Branch, ChainRule, Level, SequenceView
 from specdec.core.tree import EMPTY, Tree, common_length
 from specdec.core.work import Work
@@ -88,10 +88,6 @@ class Feed(NamedTuple):
     work: Work
 
 
-SIBLINGS = 3
-"""The most tokens that are proposed beside a guess of a chain."""
-
-
 class ChainGrowth:
     """A chain that grows for one sequence in this round, with siblings; in the cache its guesses follow the text.
 
@@ -105,7 +101,8 @@ class ChainGrowth:
         self.confidence: list[float] = []
         self.q: list[Tensor] = []
         self.siblings: list[Sequence[tuple[int, float]]] = []  # of each guess, with their probabilities
-        self._num_siblings = SIBLINGS if budget.siblings else 0
+        sampler = self.seq.task.sampler
+        self._num_siblings = SIBLINGS if budget.siblings and sampler.branches and not sampler.needs_q else 0
         self.gain = 0.0  # what the next pass gains
 
     def first(self) -> Work:

@@ -151,7 +151,7 @@ class _Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begins the drain; a second signal closes the listener at once, Ctrl-C also ends the drain.
 
-        uvicorn ends at a second Ctrl-C in the midst of the requests, with their tracebacks; here at the one after it.
+        uvicorn ends at a second Ctrl-C in the midst of the requests, with their tracebacks; here at a third.
         """
         if self._state.draining and sig == signal.SIGINT and not self._state.stopping:
             self._closes = 0.0

@@ -513,6 +513,22 @@ def test_trees_only_where_nodes_cost_little(node: float, branches: int) -> None:
     assert search.branches is None
 
 
+@pytest.mark.parametrize(
+    ("setup", "expected"),
+    [
+        ({}, True),
+        ({"tokens": 256}, True),
+        ({"tokens": 257}, False),
+        ({"branches": 1}, False),
+        ({"trees": False}, False),
+    ],
+)
+def test_siblings_where_trees_may_pay(setup: dict[str, Any], expected: bool) -> None:
+    """And where memory for so many nodes was set aside; who names branches gets chains without them."""
+    [budget] = Cost.of(ScheduleSetup(**setup)).budgets([Key(0)])
+    assert budget.siblings == expected
+
+
 @pytest.mark.parametrize(("seen", "branches", "deep"), [(1.0, 2, 4), (5.0, 2, 10), (25.0, 6, 16), (400.0, WIDEST, 16)])
 def test_trees_grow_step_by_step(seen: float, branches: int, deep: int) -> None:
     """To four times the nodes of the widest pass of late. (The first tree had a thousand, or was 32 deep.)"""

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from specdec.core.budget import Budget
+from specdec.core.budget import SIBLINGS, Budget
 from specdec.core.draft_schedules.estimates import Acceptance, LinearFit
 from specdec.core.draft_schedules.fixed import MOST_NODES, ScheduleSetup, check_nodes
 from specdec.core.draft_schedules.pause import Pause
@@ -143,7 +143,7 @@ class Cost:
         # A try of a single token needs no tree.
         if self.branches or not self.widest or limit <= 1 or not self._nodes_are_cheap:
             branches = self.branches or (1 if self.widest else None)
-            siblings = bool(self.widest and not self.branches and node_cost)
+            siblings = (self.widest or 0) > SIBLINGS and not self.branches and node_cost > 0
             return self.acceptance.budget(limit, pass_cost, node_cost, branches, pace, siblings=siblings)
         # The cost of a wide pass is unknown until one was measured, so trees grow step by step.
         nodes = int(_GROWTH * self.seconds.widest_nodes)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -376,10 +375,12 @@ def check_early(options: Mapping[str, Any], extractor: Any, target: str | PathLi
     """Raises OptionError for options of a call that the files of a model, which is not loaded yet, cannot serve."""
     read_chunking(options.get("chunk_length_s"), options.get("stride_length_s"), extractor)
     name = bundled_models.locate(str(target), "target")
-    with suppress(OSError):  # a checkpoint without this file has its settings once it is loaded
+    try:
         settings = GenerationConfig.from_pretrained(name, revision=revision)
         vocab_size = AutoConfig.from_pretrained(name, revision=revision).vocab_size
-        speech_settings({n: v for n, v in options.items() if n in NAMES}, SpeechConfig(settings, vocab_size))
+    except (OSError, ValueError):  # without these files, or with code of its own: the loaded model says more
+        return
+    speech_settings({n: v for n, v in options.items() if n in NAMES}, SpeechConfig(settings, vocab_size))
 
 
 def processor_beside(target: Any, revision: str | None = None, *, trust_remote_code: bool = False) -> Any:
