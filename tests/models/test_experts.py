@@ -16,7 +16,7 @@ from tests.folders import saved
 from tests.matrix import endless, in_pairs
 from tests.models.gguf import models as files
 from tests.oracle import KINDS, oracle
-from tests.test_exact import prompt_for, reference
+from tests.test_exact import LENGTH, prompt_for, reference
 from tests.tiny import threads, tiny
 
 pytestmark = [pytest.mark.usefixtures("built"), pytest.mark.filterwarnings("ignore")]
@@ -50,7 +50,7 @@ def biased(name: str) -> Any:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_texts(name: str) -> None:
     """In float32 they are transformers', whatever a draft says; routers and experts are packed."""
-    model, inputs, options = biased(name), prompt_for(name), endless(18)
+    model, inputs, options = biased(name), prompt_for(name), endless(LENGTH)
     expected = reference(model, inputs).tolist()
     target = LanguageModel(model, backend="packed")
     assert len(stacks(model)) == 6

@@ -235,7 +235,7 @@ def test_transcriptions() -> None:
 
 def test_streamed_transcriptions() -> None:
     """Every window's text comes when it is read, and all of it is the text of the whole answer."""
-    content = recording(3.5)
+    content = recording(5.5)
     whole, stream = heard({"language": "en"}, content).json(), heard({"language": "en", "stream": "true"}, content)
     assert stream.headers["content-type"].startswith("text/event-stream")
     parts = events(stream.text)
