@@ -57,7 +57,8 @@ def text_model(name: str = "text", draft: str = "suffix", family: str = "llama",
 
 def speech_model(name: str = "speech") -> SpeechModel:
     """A tiny Whisper with windows of one second."""
-    return SpeechModel(name, Transcriber(speech.whisper(stamps=1.0, end=1.0), processor=speech.processor()), 20.0)
+    model = speech.whisper(stamps=1.0, end=1.0, max_target_positions=48)
+    return SpeechModel(name, Transcriber(model, processor=speech.processor()), 20.0)
 
 
 def recording(seconds: float = 0.1, kind: str = "WAV") -> bytes:
