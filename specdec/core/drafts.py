@@ -61,8 +61,8 @@ class ChainRule(NamedTuple):
     """How one call makes a whole chain: at most `most` guesses, by `choice` over `width` tokens.
 
     It goes on while a further pass pays by its `budget`, and ends after a token of `ends`. Unless the budget needs
-    confidences, every probability is returned as 1. With `needs_q`, q is returned as well; beside tokens that were not
-    drawn, the next `siblings` ones.
+    confidences, every probability is returned as 1. With `needs_q`, q is returned as well. `siblings`: how many of the
+    next likeliest tokens are returned for each guess that was not drawn.
     """
 
     most: int
@@ -77,7 +77,8 @@ class ChainRule(NamedTuple):
 class Chained(NamedTuple):
     """Chains: per sequence its (guess, probability) pairs, with NaN where the draft has no guess, and q.
 
-    `q`: `[guesses, vocab]` where the sequence's sampler needs it. `siblings`: likewise pairs, for each guess.
+    `q`: `[guesses, vocab]` where the sequence's sampler needs it. `siblings`: for each guess, the pairs of
+    the tokens beside it.
     """
 
     guesses: Sequence[Sequence[tuple[int, float]]]

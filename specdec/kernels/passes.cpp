@@ -88,7 +88,6 @@ struct Chain {
   std::vector<double> probabilities;  // their probabilities; 0 where a guess has fewer siblings
   Tensors scores;  // one tensor a guess, after filters, if they are kept
   double chance = 1;
-  int64_t length = 0, guessed = -1;  // how many guesses, and the last of them
 
   explicit Chain(Rule rule) {
     std::vector<std::tuple<std::string, Numbers>> filters;
@@ -99,18 +98,20 @@ struct Chain {
 
   // Adds a guess from logits `[vocab]`; returns whether the chain goes on, if a pass pays.
   bool grow(const at::Tensor& logits) {
-    auto step = length++;
+    auto step = static_cast<int64_t>(tokens.size()) / (1 + siblings);
     auto [token, probability, others] = guess(logits, step);
     others.insert(others.begin(), {token, probability});
     others.resize(1 + siblings);
     for (auto [other, share] : others) tokens.push_back(other), probabilities.push_back(share);
-    guessed = token;
     for (auto& filter : choice.filters) filter->follow(token);
     auto bin = std::upper_bound(edges.begin(), edges.end(), probability) - edges.begin();
     chance *= std::min(bases.at(bin) + probability * rates.at(bin), 1.0);
     return chance > least && step + 1 < most &&  // NaN is not large enough
            std::find(ends.begin(), ends.end(), token) == ends.end();
   }
+
+  // The last guess.
+  int64_t last() const { return tokens.end()[-1 - siblings]; }
 
  private:
   // Guess `step` from logits `[vocab]`; its probability is NaN if the largest score is not a number or infinite.
@@ -279,7 +280,7 @@ struct Passes : torch::CustomClassHolder {
       for (int64_t place = 0; place < static_cast<int64_t>(rows.size()); place++) {
         auto& chain = chains[rows[place]];
         if (!chain.grow(outputs[0].select(0, 0).select(0, place))) continue;
-        next.push_back(rows[place]), places.push_back(place), tokens.push_back(chain.guessed);
+        next.push_back(rows[place]), places.push_back(place), tokens.push_back(chain.last());
         gain += chain.chance - chain.least, cost = std::max(cost, chain.pass_cost);
       }
       if (next.empty() || gain < cost) break;

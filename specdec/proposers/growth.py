@@ -117,11 +117,11 @@ class ChainGrowth:
             self.cached.num_text += work.num_text
         seq, task = self.seq, self.seq.task
         token, confidence, q = task.sampler.pick(seq, self.tokens, logits[-1], confident=self._confident)
-        if self._num_siblings:
-            likeliest = task.sampler.likeliest(seq, self.tokens, logits[-1], self._num_siblings + 1)
-            self.siblings.append([pair for pair in likeliest if pair[0] != token][: self._num_siblings])
         if not self._guess(token, confidence):
             return None
+        if self._num_siblings:
+            likeliest = task.sampler.likeliest(seq, self.tokens[:-1], logits[-1], self._num_siblings + 1)
+            self.siblings.append([pair for pair in likeliest if pair[0] != token][: self._num_siblings])
         if q is not None:
             self.q.append(q)
         ended = len(self.tokens) >= self.limit or token >= self._readable or token in task.ends
