@@ -142,13 +142,14 @@ def _pass_seconds(answers: Mapping[int, TimedAnswer]) -> float:
 
 
 def drafts_to_try(draft: str) -> list[str]:
-    """The spellings to measure: none, a word that copies, and what `draft` names, a model alone and with copies."""
+    """The spellings to measure: none, a word that copies, what `draft` names, a model alone and with copies, and what
+    comes where nobody names a draft."""
     name = read_draft(draft)
     if name.model is None:
-        return [*dict.fromkeys((NONE, COPYING[0], draft))]
+        return [*dict.fromkeys((NONE, COPYING[0], draft, AUTO))]
     model = draft if name.word is None else draft[len(name.word) + 1 :]
     word = name.word if name.copies else COPYING[0]
-    return [NONE, str(word), f"{ALONE}:{model}", f"{word}+{model}"]
+    return [NONE, str(word), f"{ALONE}:{model}", f"{word}+{model}", AUTO]
 
 
 def further_modes(target: LanguageModel, mode: Mode) -> list[Mode]:
@@ -284,8 +285,10 @@ class Tuner:
             try:
                 cell = None if draft == NONE else Cell(draft, Drafting(schedule="auto"))
                 generator = systems.generator("", cell)
-                if draft == AUTO and repr(generator.draft) in [repr(other.draft) for other in generators.values()]:
-                    generator.close()  # it is a draft that is measured anyway
+                same = [name for name, other in generators.items() if repr(other.draft) == repr(generator.draft)]
+                if draft == AUTO and same:
+                    yield Skipped(mode, f"it is {same[0]} for this target", draft=draft)
+                    generator.close()
                 else:
                     generators[draft] = generator
             except Exception as error:

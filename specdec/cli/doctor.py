@@ -142,9 +142,8 @@ def check_models(generator: SpecGenerator) -> Iterator[Finding]:
     """Target and draft, their backends, and whether they fit."""
     finding, draft, target = partial(Finding, "models"), generator.draft, generator.target
     for role, model in (("target", target), *(("draft", model) for model in (draft.models if draft else ()))):
-        kind, dtype = type(model.model).__name__, str(model.dtype).removeprefix("torch.")
-        weights = f"{model.weight_bytes / 2**20:.0f} MiB of weights"
-        yield finding(role, f"{kind}, {model.num_layers} layers, {dtype}, {weights}")
+        kind, weights = type(model.model).__name__, f"{model.weight_bytes / 2**20:.0f} MiB of weights"
+        yield finding(role, f"{kind}, {model.num_layers} layers, {model.weight_kind}, {weights}")
         state: State = "good" if model.backend == "packed" else "note"
         yield finding(f"{role}'s backend", f"{model.backend}: {_why_backend(model)}", state)
     if target.capability.cache_kind != "kv":
@@ -216,12 +215,12 @@ def tune(request: CommandRequest, prompts: str | None, deadline: float) -> Itera
                     return
                 chats = bool(generator.tokenizer.chat_template)
                 del generator, event  # its memory is needed for other modes
+    if trials or not failed:  # first, as it says what the advice is worth
+        busy = tuner.watch.busy or waiting_threads() is not None
+        yield Finding("best", "machine", tuner.watch.verdict(), "note", _BUSY if busy else None)
     if {trial.draft for trial in trials} - {NONE}:
         yield from _advice(request, trials, chats=chats)
         yield from _compared(trials)
-    if trials or not failed:
-        busy = tuner.watch.busy or waiting_threads() is not None
-        yield Finding("best", "machine", tuner.watch.verdict(), "note", _BUSY if busy else None)
 
 
 def _trial(trial: Trial) -> Finding:
@@ -252,9 +251,13 @@ def _advice(request: CommandRequest, trials: Sequence[Trial], *, chats: bool) ->
     plain, fastest = trials[0], best(trials)
     stored = best([trial for trial in trials if trial.mode == plain.mode])
     for name, trial in {"command": fastest, "same weights": stored}.items():
-        gain = f"{trial.ms:.1f} ms per token, {plain.ms / trial.ms:.2f}× as fast as {plain.weights} weights"
-        gain += " without a draft" if trial.mode == plain.mode else " without a draft; fewer bits write other texts"
+        gain = f"{plain.ms / trial.ms:.2f}× as fast as {plain.weights} weights without a draft"
+        if trial is plain:
+            gain = "and no draft makes it faster"
+        elif trial.mode != plain.mode:
+            gain += "; fewer bits write other texts"
         if name == "command" or trial is not fastest:
+            gain = f"{trial.ms:.1f} ms per token, {gain}"
             yield Finding("best", name, command(request, trial, chats=chats), remedy=gain)
 
 

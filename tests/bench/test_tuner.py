@@ -67,7 +67,8 @@ class World:
                 if draft == "model:broken":
                     raise ValueError("it is broken")
                 return SimpleNamespace(
-                    **{"mode": mode.label, "draft": draft, "tokenizer": None, "generate": lambda *_, **__: None},
+                    **{"mode": mode.label, "tokenizer": None, "generate": lambda *_, **__: None},
+                    draft="suffix" if draft == "auto" else draft,
                     target=SimpleNamespace(exactness=world.exactness.get(mode.label, "exact")),
                     close=lambda: world.closed.append(draft),
                 )
@@ -172,6 +173,15 @@ def test_a_draft_that_does_not_load(tuned: Any) -> None:
     assert [event.draft for event in events[1:]] == ["none"] * 3
 
 
+def test_an_automatic_draft_that_is_measured_anyway(tuned: Any) -> None:
+    """It has a line that says which it is. (It had none, and a person looked for it.)"""
+    world = World(load=1.0)
+    events = tuned(world, ["none", "suffix", "auto"], 60.0)
+    assert events[0] == Skipped(PLAIN, "it is suffix for this target", draft="auto")
+    assert [event.draft for event in events[1:]] == ["none", "suffix"] * 3
+    assert world.closed[:1] == ["auto"]
+
+
 @pytest.mark.parametrize("mode", [PLAIN, EIGHT])
 def test_a_draft_that_does_not_run(mode: Mode, tuned: Any) -> None:
     """The mode is left out with the reason, and its drafts are closed. (The error ended the examination.)"""
@@ -198,16 +208,16 @@ def test_an_examination_that_ends_early(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize(
     ("draft", "spellings"),
     [
-        ("none", ["none", "suffix"]),
-        ("suffix", ["none", "suffix"]),
-        ("ngram", ["none", "suffix", "ngram"]),
-        ("some/model", ["none", "suffix", "model:some/model", "suffix+some/model"]),
-        ("model:some/model", ["none", "suffix", "model:some/model", "suffix+some/model"]),
-        ("ngram+zoo:python-code", ["none", "ngram", "model:zoo:python-code", "ngram+zoo:python-code"]),
+        ("none", ["none", "suffix", "auto"]),
+        ("suffix", ["none", "suffix", "auto"]),
+        ("ngram", ["none", "suffix", "ngram", "auto"]),
+        ("some/model", ["none", "suffix", "model:some/model", "suffix+some/model", "auto"]),
+        ("model:some/model", ["none", "suffix", "model:some/model", "suffix+some/model", "auto"]),
+        ("ngram+zoo:python-code", ["none", "ngram", "model:zoo:python-code", "ngram+zoo:python-code", "auto"]),
     ],
 )
 def test_what_is_tried(draft: str, spellings: list[str]) -> None:
-    """None, copies, the model alone, and both."""
+    """None, copies, the model alone, both, and what comes by itself. (Who named a draft never heard of the fastest.)"""
     assert drafts_to_try(draft) == spellings
 
 

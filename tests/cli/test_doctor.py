@@ -137,6 +137,24 @@ def test_advice(busy: bool, monkeypatch: pytest.MonkeyPatch, called: Any) -> Non
     assert ("measure again on a quiet machine" in out) == busy
 
 
+def test_no_draft_pays(monkeypatch: pytest.MonkeyPatch, called: Any) -> None:
+    """The advice says so. (It was "1.00x as fast as" itself.)"""
+    stats = Stats(num_target_passes=6, settings={"weight_kind": "Q4_K"})
+    generator = SpecGenerator(tiny("llama", vocab=WIDTH), "suffix", tokenizer=byte_tokenizer())
+
+    def run(self: Tuner) -> Any:
+        self.watch.look()
+        return iter([generator, trial("none", 100.0, Mode(), stats), trial("suffix", 99.0, Mode(), stats)])
+
+    monkeypatch.setattr(Tuner, "run", run)
+    out = called("doctor", "zoo:python-code", "-q").out
+    assert (
+        "--draft none -p 'YOUR PROMPT'\n                     → 100.0 ms per token, and no draft makes it faster\n"
+        in out
+    )
+    assert out.index("· machine ") < out.index("✓ command ")
+
+
 def test_stages(monkeypatch: pytest.MonkeyPatch, called: Any) -> None:
     """Each is named as it begins, without a terminal too, and no draft is advised where none was measured. (Nothing was
     printed for a minute and more.)
