@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from signal import SIGTERM
 from typing import TYPE_CHECKING, Any, Literal
 
 import typer
@@ -62,7 +63,7 @@ def batch(
     A row that fails has the reason in its field `error`; the others are answered, and the exit code is 1.
     """
     request = read_task(ctx.params)
-    with loading("", quiet=True), Interrupt() as interrupt, Bar() as notify:
+    with loading("", quiet=True), Interrupt(SIGTERM) as interrupt, Bar() as notify:
         from specdec.batch import Source, run_batch
 
         def report(done: Progress) -> None:

@@ -9,6 +9,7 @@ import traceback
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from signal import SIGTERM
 from typing import Any
 
 import typer
@@ -226,7 +227,7 @@ def generate(
     if not chat and getattr(generator.tokenizer, "chat_template", None):
         remark("hint: the prompt is continued as a text: for an answer by the model's chat template, pass --chat")
     live = stream and not json_ and request.options.get("num_return_sequences", 1) == 1
-    with Interrupt() as interrupt:
+    with Interrupt(SIGTERM) as interrupt:
         call: dict[str, Any] = {**request.options, "stopping_criteria": [interrupt], "prediction": expected}
         before = [] if system is None else [{"role": "system", "content": system}]
         call |= {"messages": [*before, {"role": "user", "content": content}]} if chat else {"prompt": text}

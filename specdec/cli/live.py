@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
+from signal import SIGTERM
 from typing import TYPE_CHECKING, Any
 
 from rich.cells import cell_len
@@ -58,7 +59,7 @@ def transcribe_live(
         stdin = sys.stdin.buffer
         blocks = streamed(getattr(stdin, "raw", stdin), live.rate, params["rate"] or RATE)
     remark("listening; Ctrl-C ends the sound", "dim")
-    with Interrupt() as interrupt:
+    with Interrupt(SIGTERM) as interrupt:
         try:
             for block in arriving(blocks, lambda: interrupt.is_set):
                 live.hear(block)

@@ -12,8 +12,8 @@ from typer import Option
 
 from specdec.cli import flags
 from specdec.cli.request import DEFAULT_NEW_TOKENS
-from specdec.cli.show import ACCEPTED, PROMPT, Printer, has_colours, warn_if_busy, write
-from specdec.cli.terminal import MISMATCH, OK, fail, is_quiet, loading, say
+from specdec.cli.show import ACCEPTED, PROMPT, Printer, has_colours, write
+from specdec.cli.terminal import MISMATCH, OK, fail, is_quiet, loading, remark
 from specdec.options import bundled_models
 
 if TYPE_CHECKING:
@@ -36,10 +36,10 @@ def demo(
     """Watch a small model write code without and with its draft. Then see where the time went."""
     how = {"do_sample": sample or temperature is not None, "temperature": temperature, "seed": seed}
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, **how}
-    pair, load = bundled_models.pair(), os.getloadavg()[0]
+    pair, load = bundled_models.pair(), os.getloadavg()[0]  # before this program adds to it
     out = Console()
     with loading(f"loading zoo:{pair.name}"):
-        from specdec.bench.machine import high_load
+        from specdec.bench.machine import high_load, waiting_threads
         from specdec.bench.prompts import pick_prompts
         from specdec.bench.systems import duel
         from specdec.generator.generator import SpecGenerator
@@ -50,11 +50,8 @@ def demo(
         text = texts[seed % len(texts)].text
         for generator in (plain, assisted):  # the first passes of a process are slow
             generator.generate(text, **{**options, "max_new_tokens": 1})
-    if not is_quiet():  # now, since decoding may take minutes
-        if words := high_load(load):
-            say(f"busy machine: {words}: other programs take the cores, and the figures below mean little")
-        else:
-            warn_if_busy()
+    if busy := high_load(load) or waiting_threads():  # now, since decoding may take minutes
+        remark(f"busy machine: {busy}: other programs take the cores, and the figures below mean little")
     for heading, generator in (("the target alone", plain), ("the target and its draft", assisted)):
         write(out, f"── {heading} ──\n", HEADING)
         write(out, text, PROMPT)
@@ -70,7 +67,8 @@ def demo(
     length = result.assisted.stats.mean_acceptance_length if result.assisted.stats is not None else 1.0
     rates = f"plain {result.plain_rate:.0f} tokens/s · assisted {result.assisted_rate:.0f} tokens/s"
     same = f"mean acceptance length {length:.2f} · identical: {'no' if result.difference else 'yes'}"
-    write(out, f"\n{rates} · {comparison(result.speedup)} · {same}\n")
+    verdict = f"{comparison(result.speedup)}{' on a busy machine' if busy else ''}"
+    write(out, f"\n{rates} · {verdict} · {same}\n")
     if result.difference is None:
         return OK
     _, position, *tokens = result.difference
