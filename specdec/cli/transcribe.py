@@ -111,8 +111,11 @@ def transcribe(
             return OK
     with loading(f"loading {name}", downloads=not are_here(request.target, request.draft)):
         from specdec.pipelines import Transcriber
+        from specdec.pipelines.speech.audio import check_readers
         from specdec.pipelines.speech.transcribe import CALL_OPTIONS
 
+        if source is None:  # sound that comes is raw, or WAV
+            check_readers()
         rest = dict(request.options)
         early = pop_fields(rest, CALL_OPTIONS)  # which are checked before the model is loaded
         resolve({name: value for name, value in rest.items() if name not in (*CALL_ONLY, "seed")})

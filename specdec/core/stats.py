@@ -92,7 +92,7 @@ class Stats:
         is_sure = self.num_spec_steps >= _ROUNDS or self.draft_seconds >= lost / 2
         if self.settings.get("draft_kind") == "form" or lost <= _LOSS * self.seconds or not is_sure:
             return ""
-        return f"the draft took {lost:.2f} s more than it saved: leave it out (--draft none)"
+        return f"the draft took {lost:.2f} s more than it saved: --draft none leaves it out"
 
     @property
     def tokens_per_second(self) -> float:

@@ -34,7 +34,7 @@ from specdec.generator.tokenizers import Detokenizer, check_split_rule, check_to
 from specdec.models import LanguageModel, load_model, needs_media_modules, plain_modes
 from specdec.options.fields import pop_fields
 from specdec.options.generate import Form, Options, to_list
-from specdec.options.load import Loading
+from specdec.options.load import NONE, Loading
 from specdec.options.resolve import check_defaults, resolve
 from specdec.proposers.form import FormDraft
 
@@ -90,6 +90,8 @@ class SpecGenerator:
         check_tokenizer("tokenizer", tokenizer)
         self._defaults, self._task, wish = check_defaults(options), task, MemoryWish.read(memory)
         self._prefixes, self._promised = _prefixes(prefix_cache), prefix_cache is not None
+        if wish.texts and draft in (None, NONE):  # before anything is loaded
+            wish.check(None)
         reader = check_split_rule(target, how) if tokenizer is None else None
         is_name = isinstance(target, str | PathLike)
         model = target if is_name else load_model(target, how, name="target")

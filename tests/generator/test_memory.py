@@ -107,6 +107,14 @@ def test_files_and_folders_are_known_from_the_start(tmp_path: Path) -> None:
         assert generator.generate("def reverse(", **RUN).texts == plain.texts
 
 
+@pytest.mark.parametrize("draft", [None, "none"])
+def test_files_without_a_draft(draft: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are refused before anything is loaded. (They were refused after minutes of loading.)"""
+    monkeypatch.setattr("specdec.generator.generator.load_model", lambda *_, **__: pytest.fail("it was loaded"))
+    with pytest.raises(OptionError, match="`memory` names files for drafts that copy"):
+        SpecGenerator("zoo:python-code", draft, memory=__file__)
+
+
 def test_files_make_a_small_draft_model_copy() -> None:
     """A model below 32 MiB copies nothing by itself, and who names files wants copies."""
     model, tokenizer = tiny("llama", vocab=WIDTH), byte_tokenizer()

@@ -469,6 +469,20 @@ def test_devices_that_are_not_here(place: Any) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "near"),
+    [("qwen.Q4_K.gguf", "qwen.Q4_K_M.gguf"), ("qwem/", "qwen"), ("other.gguf", None), ("no/folder.gguf", None)],
+)
+def test_a_path_with_a_slip(name: str, near: str | None, tmp_path: Path) -> None:
+    """The nearest name beside it is asked for."""
+    (tmp_path / "qwen").mkdir()
+    (tmp_path / "qwen.Q4_K_M.gguf").write_bytes(b"GGUF")
+    with pytest.raises(OptionError, match=r"there is no such f") as error:
+        load_model(f"{tmp_path}/{name}")
+    asked = f": did you mean {str(tmp_path / near)!r}?" if near else ""
+    assert str(error.value).endswith(("no such file" if name.endswith(".gguf") else "no such folder") + asked)
+
+
+@pytest.mark.parametrize(
     ("source", "told"),
     [
         *(

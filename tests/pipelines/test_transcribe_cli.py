@@ -140,6 +140,15 @@ def test_options_are_checked_before_loading(
     assert (code, words in err) == (2, True), err
 
 
+@pytest.mark.parametrize("package", ["soundfile", "soxr"])
+def test_a_missing_reader(package: str, typed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is named before the model is loaded. (It was named afterwards, for each recording.)"""
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.setattr("specdec.generator.generator.load_model", lambda *_, **__: pytest.fail("it was loaded"))
+    code, _, err = typed("short.wav")
+    assert (code, f"needs {package}: pip install" in err) == (1, True), err
+
+
 def test_standard_input_and_the_rest(folder: Path, typed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """- reads stdin; --fallback, --context, --chunk-length, --set and --stats reach the call."""
     content = (folder / "short.wav").read_bytes()

@@ -15,7 +15,7 @@ import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors import SafetensorError
 
-from specdec.errors import LoadError, OptionError, SpecdecError
+from specdec.errors import LoadError, OptionError, SpecdecError, closest_name
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _BROKEN = "its files are broken or incomplete; delete them and download or save them again"
@@ -32,8 +32,17 @@ def check_folder(source: str | os.PathLike[str], argument: str = "model") -> Non
     only_a_path |= name.endswith(".gguf")
     if only_a_path and not Path(name).is_dir():
         file = "file" if name.endswith(".gguf") else "folder"
-        kind = "it is a file of another kind" if Path(name).exists() else f"there is no such {file}"
+        kind = (
+            "it is a file of another kind" if Path(name).exists() else f"there is no such {file}{_nearest(Path(name))}"
+        )
         raise OptionError.of(argument, "a hub id, the folder of a model or a GGUF file", name, kind)
+
+
+def _nearest(path: Path) -> str:
+    """A question after a name that no file or folder beside it has, where one of these has nearly this name."""
+    beside = path.parent.iterdir() if path.parent.is_dir() else ()
+    near = closest_name(path.name, [file.name for file in beside])
+    return f": did you mean {str(path.parent / near)!r}?" if near else ""
 
 
 @contextmanager
