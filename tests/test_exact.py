@@ -121,10 +121,16 @@ class Beside:
         return self
 
 
-@pytest.mark.parametrize("own", [{}, {"no_repeat_ngram_size": 2}], ids=["in one call", "pass by pass"])
+@pytest.mark.parametrize(
+    "own",
+    [{}, {"no_repeat_ngram_size": 2}, {"do_sample": True, "seed": 5}],
+    ids=["in one call", "pass by pass", "drawn"],
+)
 @pytest.mark.parametrize("name", COMMON)
-def test_siblings_keep_the_text(name: str, own: dict[str, int]) -> None:
-    """The next likeliest tokens beside each guess save passes of the target where the likeliest is wrong."""
+def test_siblings_keep_the_text(name: str, own: dict[str, Any]) -> None:
+    """The next tokens beside each guess, the likeliest or those that the noise favours, save passes of the target where
+    the guess is wrong.
+    """
     model, assistant = tiny(name, vocab=VOCAB), noisy(tiny(name, vocab=VOCAB), 0.03)
     prompts = prompt_for(name) if name == "whisper" else {"prompt": [[5, 9, 12], [8, 30, 31, 7, 22, 9, 41, 6], [11]]}
     options = endless(24, **own)

@@ -19,6 +19,7 @@ from specdec.decoding.processors import Processors
 WIDER = 2
 """Of the nodes proposed at a depth, every second one is continued (arXiv 2406.16858 reranks likewise)."""
 _CANDIDATES = 512
+_FAVOURED = 64  # likeliest tokens among which the noise favours siblings; as in passes.cpp
 _ACCEPTED = 0.7
 
 
@@ -167,9 +168,6 @@ class GreedySampler:
     def likeliest(
         self, seq: SequenceView, guesses: list[int], logits: Tensor, count: int
     ) -> Sequence[tuple[int, float]]:
-        """None where tokens are drawn."""
-        if self.stream(seq)[0] is not None:
-            return ()
         scores = process(self.processors, seq, guesses, fit(logits, self.width))
         top = scores.softmax(-1).topk(min(count, len(scores)))
         pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
@@ -195,6 +193,20 @@ class CoupledSampler(GreedySampler):
 
     def stream(self, seq: SequenceView) -> tuple[int, int]:
         return noise.key(self.seed, noise.COUPLED), num_generated(seq)
+
+    def likeliest(
+        self, seq: SequenceView, guesses: list[int], logits: Tensor, count: int
+    ) -> Sequence[tuple[int, float]]:
+        """The tokens that the noise favours: beside the guess, they share what it leaves of the probability."""
+        scores = process(self.processors, seq, guesses, fit(logits, self.width))
+        address, first = self.stream(seq)
+        key = noise.fold(address, first + len(guesses))
+        guess, chance = pick_token(scores, key)
+        top, ids = scores.topk(min(_FAVOURED, len(scores)))
+        ids = ids[top.isfinite() & (ids != guess)]
+        sums, order = (scores[ids] + noise.gumbel(key, ids)).sort(descending=True)
+        shares = (1 - chance) * sums.softmax(-1)
+        return [(guess, chance), *zip(ids[order].tolist(), shares.tolist(), strict=True)][:count]
 
     def expand(self, seq: SequenceView, ends: Sequence[Branch], logits: Tensor, budget: Budget) -> Level:
         address = noise.key(self.seed, noise.COUPLED, num_generated(seq) + len(ends[0].tokens))

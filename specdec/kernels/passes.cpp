@@ -69,6 +69,27 @@ Guess likeliest(const In* scores, int64_t count, float most, bool confident, int
   return guess;
 }
 
+// The token that the noise at `address` favours, and its probability, as above. Beside it, those that the noise favours
+// next among the likeliest: they share what it leaves of the probability.
+Guess favoured(const float* scores, int64_t count, float most, uint64_t address, bool confident, int64_t siblings) {
+  constexpr int64_t AMONG = 64;
+  Guess guess{drawn(scores, count, most, address), 1, {}};
+  if (confident) guess.probability = std::exp(scores[guess.token] - most) / mass(scores, count, most);
+  if (siblings <= 0) return guess;
+  Noise noise(address);
+  std::vector<std::pair<double, int64_t>> others;
+  for (auto [score, token] : best_of(scores, count, AMONG))
+    if (token != guess.token && score != NEVER)
+      others.emplace_back(score + noise.of(static_cast<uint32_t>(token)), token);
+  std::sort(others.begin(), others.end(), std::greater<>());
+  double whole = 0;
+  for (auto [sum, token] : others) whole += std::exp(sum - others[0].first);
+  others.resize(std::min<size_t>(others.size(), siblings));
+  for (auto [sum, token] : others)
+    guess.siblings.emplace_back(token, (1 - guess.probability) * std::exp(sum - others[0].first) / whole);
+  return guess;
+}
+
 // The rule of a row's chain: filters, noise of a choice, most guesses, number of tokens to choose from, tokens that end
 // the chain, siblings of a guess, edges, bases, rates, least chance, cost of a pass, whether probabilities are needed,
 // and whether scores are kept.
@@ -133,8 +154,7 @@ struct Chain {
     if (!std::isfinite(most)) return none;
     if (choice.noise.empty()) return likeliest(numbers, count, most, confident, siblings);
     auto address = folded(static_cast<uint64_t>(choice.noise[0]), static_cast<uint64_t>(choice.noise[1] + step));
-    auto token = drawn(numbers, count, most, address);
-    return {token, confident ? std::exp(numbers[token] - most) / mass(numbers, count, most) : 1, {}};
+    return favoured(numbers, count, most, address, confident, siblings);
   }
 };
 

@@ -128,7 +128,7 @@ def test_law_is_the_targets(sampling: str, schedule: str, branches: int | None) 
         accepted += out.stats.num_accepted_draft_tokens
         rejected += out.stats.num_draft_tokens - out.stats.num_accepted_draft_tokens
     assert accepted > 50
-    assert rejected > 100
+    assert rejected > 25  # guesses; of their siblings, which rescue most of these rounds, nothing is counted
     assert_law(texts, exact_law(model, [1, 3], 0.9))
 
 
