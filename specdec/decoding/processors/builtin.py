@@ -120,7 +120,8 @@ class Timestamps:
         if self.by_probability:
             log_probs = torch.log_softmax(scores.float(), dim=-1)
             together = log_probs[:, self.first :].logsumexp(-1)
-            text.masked_fill_((together > log_probs[:, : self.first].amax(-1))[:, None], _NEVER)
+            if (are_forced := together > log_probs[:, : self.first].amax(-1)).any():
+                text[are_forced] = _NEVER
         return scores
 
     def newest(self, output: list[int]) -> int:
