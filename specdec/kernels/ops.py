@@ -37,7 +37,8 @@ _LIBRARY.define("has_tiles() -> bool")  # type: ignore[no-untyped-call]
 _BUFFERS = "Tensor(a!) key_buffer, Tensor(b!) value_buffer"
 _LIBRARY.define(f"store_nodes(Tensor keys, Tensor values, {_BUFFERS}, Tensor nodes) -> ()")  # type: ignore[no-untyped-call]
 _CACHE = "Tensor queries, Tensor keys, Tensor values, Tensor nodes"
-_LIBRARY.define(f"attend({_CACHE}, float scale, float softcap, Tensor? sinks, Tensor? biases) -> Tensor")  # type: ignore[no-untyped-call]
+_SCORES = "float scale, float softcap=0.0, Tensor? sinks=None, Tensor? biases=None"
+_LIBRARY.define(f"attend({_CACHE}, {_SCORES}) -> Tensor")  # type: ignore[no-untyped-call]
 _LIBRARY.define("attend_frames(Tensor queries, Tensor keys, Tensor values, float scale) -> Tensor")  # type: ignore[no-untyped-call]
 _LIBRARY.define("gelu(Tensor x) -> Tensor")  # type: ignore[no-untyped-call]
 
@@ -66,38 +67,6 @@ def _packed_rows(ids: Tensor, weight: Tensor, high: Tensor | None, factors: Tens
             factors=None if factors is None else factors[flat],
         ).weight()
     return values.view(*ids.shape, inputs)
-
-
-def store_nodes(keys: Tensor, values: Tensor, key_buffer: Tensor, value_buffer: Tensor, nodes: Tensor) -> None:
-    """Writes token t to row `nodes[t, 0]`, column `nodes[t, 1]` of both buffers.
-
-    `keys` and `values` are `[1, kv heads, tokens, width]`, the buffers `[rows, kv heads, capacity, width]` with a dense
-    last dimension; `nodes` as in `attend`. Raises ValueError for what does not fit.
-    """
-    torch.ops.specdec.store_nodes.default(keys, values, key_buffer, value_buffer, nodes)
-
-
-def attend(queries: Tensor, keys: Tensor, values: Tensor, nodes: Tensor, scale: float, softcap: float = 0.0,
-           sinks: Tensor | None = None, biases: Tensor | None = None) -> Tensor:  # fmt: skip
-    """Attention of tokens `[1, heads, tokens, width]` over a cache; returns `[1, tokens, heads, width of a value]`.
-
-    `keys` and `values` are `[rows, kv heads, capacity, width]` with a dense last dimension. The dimension before it may
-    be the dense one of `keys`, which is fastest for tokens that see one range. `heads` is a multiple of `kv heads`. All
-    tensors are float32, or all bfloat16; sums are float32.
-
-    `nodes`, int32 `[tokens, 4 + words]` or `[1, 1, tokens, 4 + words]`, has for each token: row, column (where
-    `store_nodes` writes it), first, base, and words of 32 bits. The token sees the columns from `first` to before
-    `base`, and `base + 32 * w + j` where bit j of word w is set; a token whose column is not one of these does not see
-    itself. A token that sees nothing gets zeros. Unseen columns do not matter, not even if they hold NaN.
-
-    `softcap` bounds scores as in Gemma 2 (arXiv:2408.00118, section 2), 0 does not; `sinks` `[heads]` are scores
-    without a value, as in GPT-OSS. `biases` `[heads, distances]` are added to scores as in T5 (arXiv:1910.10683,
-    section 2.1): entry d if d of the seen columns follow the key, the last entry for all larger d.
-
-    A token's result depends, bit for bit, only on its query and on what it sees, in that order. Raises ValueError for
-    what does not fit.
-    """
-    return torch.ops.specdec.attend.default(queries, keys, values, nodes, scale, softcap, sinks, biases)
 
 
 def gumbel_draws(scores: Tensor, addresses: Sequence[int]) -> Tensor:
@@ -163,6 +132,35 @@ def crossed(part: Any, x: Tensor, nodes: Tensor, keys: Tensor, values: Tensor, s
 
 
 _LIBRARY.impl("packed_rows", _packed_rows, "CompositeImplicitAutograd")  # type: ignore[no-untyped-call]
+
+store_nodes = torch.ops.specdec.store_nodes.default
+"""`(keys, values, key_buffer, value_buffer, nodes)`: writes token t to row `nodes[t, 0]`, column `nodes[t, 1]` of both
+buffers.
+
+`keys` and `values` are `[1, kv heads, tokens, width]`, the buffers `[rows, kv heads, capacity, width]` with a dense
+last dimension; `nodes` as in `attend`. Raises ValueError for what does not fit.
+"""
+
+attend = torch.ops.specdec.attend.default
+"""`(queries, keys, values, nodes, scale, softcap=0.0, sinks=None, biases=None)`: attention of tokens `[1, heads,
+tokens, width]` over a cache, to `[1, tokens, heads, width of a value]`.
+
+`keys` and `values` are `[rows, kv heads, capacity, width]` with a dense last dimension. The dimension before it may be
+the dense one of `keys`, which is fastest for tokens that see one range. `heads` is a multiple of `kv heads`. All
+tensors are float32, or all bfloat16; sums are float32.
+
+`nodes`, int32 `[tokens, 4 + words]` or `[1, 1, tokens, 4 + words]`, has for each token: row, column (where
+`store_nodes` writes it), first, base, and words of 32 bits. The token sees the columns from `first` to before `base`,
+and `base + 32 * w + j` where bit j of word w is set; a token whose column is not one of these does not see itself. A
+token that sees nothing gets zeros. Unseen columns do not matter, not even if they hold NaN.
+
+`softcap` bounds scores as in Gemma 2 (arXiv:2408.00118, section 2), 0 does not; `sinks` `[heads]` are scores without a
+value, as in GPT-OSS. `biases` `[heads, distances]` are added to scores as in T5 (arXiv:1910.10683, section 2.1): entry
+d if d of the seen columns follow the key, the last entry for all larger d.
+
+A token's result depends, bit for bit, only on its query and on what it sees, in that order. Raises ValueError for what
+does not fit.
+"""
 
 keep_top = torch.ops.specdec.keep_top.default
 """`(scores, k, p, least)`: a copy of `scores` `[rows, vocab]` float32, on the CPU, with -inf for what does not stay.
