@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -30,18 +29,6 @@ class Quantized:
     steps: Tensor | None = None
     levels: Tensor | None = None
     factors: Tensor | None = None
-
-    @property
-    def tensors(self) -> dict[str, Any]:
-        """The tensors, by name, whose first dimension is outputs."""
-        return {name: getattr(self, name) for name in ("values", "scales", "mins", "steps", "factors")}
-
-    def rows(self, ids: Tensor) -> Quantized:
-        """The outputs `ids` `[n]` alone."""
-        fields: dict[str, Any] = {
-            name: None if tensor is None else tensor[ids] for name, tensor in self.tensors.items()
-        }
-        return replace(self, **fields)
 
     def weight(self) -> Tensor:
         """The weight as float32 `[outputs, inputs]`."""
