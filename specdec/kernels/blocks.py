@@ -76,4 +76,4 @@ def pack_blocks(
     }
     ops.pack_blocks(raw, order, name, *tensors.values())
     tensors["levels"] = torch.tensor(kind.levels, dtype=torch.int8, device="cpu") if kind.levels else None
-    return PackedLinear.of(tensors, outputs, inputs, f"int{kind.bits}", rounds=rounds)
+    return PackedLinear(tensors, outputs, inputs, f"int{kind.bits}", rounds=rounds)

@@ -31,12 +31,11 @@ Weight = Tensor | Quantized
 class PackedLinear(nn.Module):
     """A linear layer on the kernels: passes over a few rows read the weight at the speed of the memory.
 
-    `weight` is float32, bfloat16 or `Quantized` in 4 or 8 bits without steps, `[outputs, inputs]`; `bias` `[outputs]`
-    or None. `kind` is its name in `FLOATS` or "int4" to "int8", `takes` the dtypes of the layer's inputs. Integers are
-    multiplied by inputs that are rounded to 8 bits in groups, if the layer `rounds`. A row's result does not depend,
-    bit for bit, on the rows beside it nor on the number of threads, if `way` is `ops.ALIKE`. By default it may differ
-    where this machine is faster in another way from some number of rows on. `likely`: the outputs that a draft's head
-    computes first (see `ops.dots`).
+    `tensors` are packed tensors by the names of its buffers, some of them None; `kind` is the weight's name in `FLOATS`
+    or "int4" to "int8", `takes` the dtypes of the layer's inputs. Integers are multiplied by inputs that are rounded to
+    8 bits in groups, if the layer `rounds`. A row's result does not depend, bit for bit, on the rows beside it nor on
+    the number of threads, if `way` is `ops.ALIKE`. By default it may differ where this machine is faster in another way
+    from some number of rows on. `likely`: the outputs that a draft's head computes first (see `ops.dots`).
     """
 
     bias: Tensor | None
@@ -48,38 +47,10 @@ class PackedLinear(nn.Module):
     steps: Tensor | None
     levels: Tensor | None
 
-    def __init__(self, weight: Weight, bias: Tensor | None = None, *, rounds: bool = True) -> None:
+    def __init__(
+        self, tensors: Mapping[str, Tensor | None], outputs: int, inputs: int, kind: str, *, rounds: bool
+    ) -> None:
         super().__init__()
-        numbers = weight if isinstance(weight, Quantized) else Quantized(weight.detach())  # `values` may be floats
-        assert numbers.bits in (4, 8), numbers.bits  # blocks.py packs weights of other bits, and steps
-        assert numbers.steps is None
-        kind = weight_kind(weight)
-        is_float = kind in FLOATS
-        dtype = FLOATS[kind] if is_float else torch.int8 if numbers.bits == 8 else torch.uint8
-        views = {
-            "factors": numbers.factors,
-            "scales": packed_layout.packed_groups(numbers.scales),
-            "mins": packed_layout.packed_groups(numbers.mins),
-            "levels": numbers.levels,
-            "bias": None if bias is None else bias.detach().float().contiguous(),
-        }
-        tensors = {name: None if t is None else pages.in_huge_pages(t) for name, t in views.items()}
-        packed = packed_layout.packed(numbers.values, dtype, 1 if is_float else GROUP)
-        tensors["packed"] = pages.in_huge_pages(packed).view(dtype)
-        outputs, inputs = numbers.values.shape
-        self._set(tensors, outputs, inputs, kind, rounds)
-
-    @classmethod
-    def of(
-        cls, tensors: Mapping[str, Tensor | None], outputs: int, inputs: int, kind: str, *, rounds: bool
-    ) -> PackedLinear:
-        """A layer over packed tensors, by the names of its buffers; a buffer without a tensor is None."""
-        layer = cls.__new__(cls)
-        nn.Module.__init__(layer)
-        layer._set(tensors, outputs, inputs, kind, rounds)
-        return layer
-
-    def _set(self, tensors: Mapping[str, Tensor | None], outputs: int, inputs: int, kind: str, rounds: bool) -> None:
         self.outputs, self.inputs, self.kind, self.way, self.likely = outputs, inputs, kind, ops.FASTEST, 0
         self.rounds = rounds and kind not in FLOATS
         self.takes = (FLOATS[kind],) if kind in FLOATS else tuple(FLOATS.values())
@@ -112,7 +83,7 @@ class PackedLinear(nn.Module):
                 views = torch.split(whole, [len(part) for part in parts])
                 for layer, view in zip(layers, views, strict=True):
                     layer._buffers[name] = view
-        union = cls.of(tensors, outputs, first.inputs, first.kind, rounds=first.rounds)
+        union = cls(tensors, outputs, first.inputs, first.kind, rounds=first.rounds)
         union.way = first.way
         return union
 
@@ -166,10 +137,35 @@ def _form(tensor: Tensor | None) -> tuple[object, ...]:
 
 @torch.no_grad()
 def pack(weight: Weight, bias: Tensor | None = None, *, rounds: bool = True) -> PackedLinear:
-    """A layer over a weight `[outputs, inputs]`, multiplied as is fastest here; needs `specdec.kernels.available`."""
-    layer = PackedLinear(weight, bias, rounds=rounds)
+    """A layer over a weight and a bias `[outputs]`, multiplied as is fastest here; needs `specdec.kernels.available`.
+
+    The weight is float32, bfloat16 or `Quantized` in 4 or 8 bits without steps, `[outputs, inputs]`.
+    """
+    layer = _packed_layer(weight, bias, rounds=rounds)
     measure_ways(layer.kind, layer.scales is not None, layer.rounds)
     return layer
+
+
+def _packed_layer(weight: Weight, bias: Tensor | None = None, *, rounds: bool = True) -> PackedLinear:
+    """The layer of `pack`, whose ways are not measured."""
+    numbers = weight if isinstance(weight, Quantized) else Quantized(weight.detach())  # `values` may be floats
+    assert numbers.bits in (4, 8), numbers.bits  # blocks.py packs weights of other bits, and steps
+    assert numbers.steps is None
+    if isinstance(weight, Quantized):
+        kind, dtype, multiple = f"int{weight.bits}", torch.int8 if weight.bits == 8 else torch.uint8, GROUP
+    else:
+        kind, dtype, multiple = str(weight.dtype).removeprefix("torch."), weight.dtype, 1
+    views = {
+        "factors": numbers.factors,
+        "scales": packed_layout.packed_groups(numbers.scales),
+        "mins": packed_layout.packed_groups(numbers.mins),
+        "levels": numbers.levels,
+        "bias": None if bias is None else bias.detach().float().contiguous(),
+    }
+    tensors = {name: None if t is None else pages.in_huge_pages(t) for name, t in views.items()}
+    tensors["packed"] = pages.in_huge_pages(packed_layout.packed(numbers.values, dtype, multiple)).view(dtype)
+    outputs, inputs = numbers.values.shape
+    return PackedLinear(tensors, outputs, inputs, kind, rounds=rounds)
 
 
 @torch.no_grad()
@@ -189,12 +185,7 @@ def restored_layer(
     kind = integers.get(packed.dtype) or str(packed.dtype).removeprefix("torch.")
     if high is not None:
         kind = f"int{4 + 32 * high.shape[1] // columns}"
-    return PackedLinear.of(tensors, outputs, inputs, kind, rounds=rounds)
-
-
-def weight_kind(weight: Weight) -> str:
-    """The name of a weight's kind: in `FLOATS`, or "int4" to "int8"."""
-    return f"int{weight.bits}" if isinstance(weight, Quantized) else str(weight.dtype).removeprefix("torch.")
+    return PackedLinear(tensors, outputs, inputs, kind, rounds=rounds)
 
 
 @cache
@@ -214,7 +205,7 @@ def measure_ways(kind: str, grouped: bool, rounds: bool) -> None:
         scales = torch.ones(_SAMPLE, _SAMPLE // GROUP, dtype=torch.float16, device="cpu") if grouped else None
         values = (sample * 7).to(torch.int8)
         weight = Quantized(values, 8, scales) if kind == "int8" else Quantized(values + 7, 4, scales, scales)
-    packed = PackedLinear(weight, rounds=False)
+    packed = _packed_layer(weight, rounds=False)
 
     def float_ways(dtype: torch.dtype) -> list[int]:
         tiles = _NEVER
@@ -224,7 +215,7 @@ def measure_ways(kind: str, grouped: bool, rounds: bool) -> None:
         return [tiles, _since(packed, dtype, ops.UNPACKED, best, _UNPACKED, _WINS)]
 
     def integer_ways() -> list[int]:
-        rounding = PackedLinear(weight)
+        rounding = _packed_layer(weight)
         rounding.way = ops.ALIKE
         return [_since(packed, torch.bfloat16, ops.FASTEST, ops.ALIKE, _UNPACKED, _WINS, rounding)]
 

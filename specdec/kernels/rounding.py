@@ -45,6 +45,6 @@ def round_weight(
             floats = packed(rows, rows.dtype).contiguous().view(rows.dtype)
         ops.round_weight(floats, inputs, *parts)
     tensors["bias"] = None if bias is None else bias.detach().float().contiguous()
-    layer = PackedLinear.of(tensors, outputs, inputs, f"int{bits}", rounds=rounds)
+    layer = PackedLinear(tensors, outputs, inputs, f"int{bits}", rounds=rounds)
     measure_ways(layer.kind, layer.scales is not None, rounds)
     return layer
