@@ -112,26 +112,21 @@ def tiny_alike(model: Any, family: Any) -> Any:
     part = decoder_config(model.config)
     tiny = deepcopy(family.config)
     vars(tiny).update({name: value for name in _ROLE if (value := getattr(part, name, None)) is not None})
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        torch.manual_seed(0)
-        if part is model.config:
-            decoder = type(model)(tiny)
-            shake(decoder)
-            return decoder.eval()
-        [place] = [name for name, value in vars(model.config).items() if value is part]
-        config = deepcopy(model.config)
-        setattr(config, place, tiny)
-        with torch.device("meta"):
-            wrapper = type(model)(config)
-        decoder = wrapper.get_decoder()
-        [path] = [name for name, module in wrapper.named_modules() if module is decoder]
-        wrapper.set_submodule(path, type(decoder)(tiny))
-        _fill(wrapper)
-    return wrapper.eval()
+    if part is model.config:
+        return with_random_weights(lambda: type(model)(tiny))
+    [place] = [name for name, value in vars(model.config).items() if value is part]
+    config = deepcopy(model.config)
+    setattr(config, place, tiny)
+    return with_random_weights(lambda: _around(tiny, type(model), config))
 
 
-def _fill(wrapper: Any) -> None:
-    """Gives weights to the modules around the decoder through which text passes, and empty ones to the others."""
+def _around(tiny: Any, kind: Any, config: Any) -> Any:
+    """A model of a class around a decoder of the config `tiny`; the modules that read no text have empty weights."""
+    with torch.device("meta"):
+        wrapper = kind(config)
+    decoder = wrapper.get_decoder()
+    [path] = [name for name, module in wrapper.named_modules() if module is decoder]
+    wrapper.set_submodule(path, type(decoder)(tiny))
     unread = [wrapper.get_encoder()] if wrapper.config.is_encoder_decoder else media_modules(wrapper).values()
     unread_modules = {module for part in unread for module in part.modules()}
     for module in wrapper.modules():
@@ -142,7 +137,7 @@ def _fill(wrapper: Any) -> None:
                     tensors[name] = (
                         nn.Parameter(weight, tensor.requires_grad) if tensors is module._parameters else weight
                     )
-    shake(wrapper)
+    return wrapper
 
 
 @torch.no_grad()
