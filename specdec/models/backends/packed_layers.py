@@ -202,6 +202,14 @@ def replaced(model: Any, name: str, packed: kernels.PackedLinear, tied: Sequence
     return undo
 
 
+def sharing(model: Any) -> dict[int, list[str]]:
+    """The names of a model's parameters by their `id`; a tied parameter has several."""
+    names = dict[int, list[str]]()
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return names
+
+
 def tied_embeddings(model: Any) -> dict[str, list[str]]:
     """Names of the embeddings that share the weight of a linear layer, by the layer's name.
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from specdec import kernels
 from specdec.errors import LoadError
 from specdec.models.backends.experts import expert_stacks, router_stacks
-from specdec.models.backends.packed_layers import replaced, without_saving
+from specdec.models.backends.packed_layers import replaced, sharing, without_saving
 from specdec.models.gguf.experts import NUMBERS, packed_blocks, packed_numbers, pieces_of_experts
 from specdec.models.gguf.reader import GgufReader, StoredTensor, floats
 from specdec.models.gguf.tensors import TensorPart, tensor_map
@@ -112,14 +112,6 @@ def _packed(tensor: StoredTensor, part: TensorPart, rounds: bool) -> kernels.Pac
         return kernels.round_weight(converted(tensor, part), 8, rounds=rounds)
     raw = torch.from_numpy(np.asarray(tensor.data))
     return kernels.pack_blocks(raw, kind, int(tensor.shape[0]), order=part.rows, rounds=rounds)
-
-
-def sharing(model: Any) -> dict[int, list[str]]:
-    """The names of a model's parameters by their `id`; a tied parameter has several."""
-    names = dict[int, list[str]]()
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return names
 
 
 def put_packed(model: Any, layers: dict[str, kernels.PackedLinear]) -> None:

@@ -21,9 +21,9 @@ from transformers.pytorch_utils import Conv1D
 from specdec import kernels
 from specdec.errors import LoadError, OptionError, UnsupportedError
 from specdec.models.backends.experts import expert_stacks, router_stacks
-from specdec.models.backends.packed_layers import PackedEmbedding, is_packed, weight_of
+from specdec.models.backends.packed_layers import PackedEmbedding, is_packed, sharing, weight_of
 from specdec.models.gguf import empty_model
-from specdec.models.gguf.weights import put_packed, sharing
+from specdec.models.gguf.weights import put_packed
 from specdec.models.hf.private_api import cached
 from specdec.models.loading.weight_files import read_tensors, write_tensors
 
