@@ -215,19 +215,14 @@ def tied_embeddings(model: Any) -> dict[str, list[str]]:
 
     A Conv1D has none, nor has a layer whose weight other modules than embeddings share.
     """
-    users: dict[int, dict[str, Any]] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        for parameter in module._parameters.values():
-            users.setdefault(id(parameter), {})[name] = module
     embeddings: dict[str, list[str]] = {}
-    for layer in model.modules():
-        if not is_plain(layer) or isinstance(layer, Conv1D):
-            continue
-        sharing = users[id(layer.weight)]
-        names = [name for name, module in sharing.items() if module is layer]
-        tied = {name: module for name, module in sharing.items() if module is not layer}
-        if tied and all(type(m) is nn.Embedding or hasattr(m, "embed_scale") for m in tied.values()):
-            embeddings |= {key: list(tied) for key in names}
+    for names in sharing(model).values():
+        modules = {place: model.get_submodule(place) for place in (name.rpartition(".")[0] for name in names)}
+        tied = [place for place, m in modules.items() if type(m) is nn.Embedding or hasattr(m, "embed_scale")]
+        layers = [place for place in modules if place not in tied]
+        kinds = {modules[place] for place in layers}
+        if tied and len(kinds) == 1 and all(is_plain(m) and not isinstance(m, Conv1D) for m in kinds):
+            embeddings |= dict.fromkeys(layers, tied)
     return embeddings
 
 
