@@ -30,7 +30,7 @@ from specdec.kernels.packed_linear import (
     pack,
     restored_layer,
 )
-from specdec.kernels.pages import advise, give_back
+from specdec.kernels.pages import Mapped, give_back
 from specdec.kernels.pages import empty as empty_pages
 from specdec.kernels.pages import state as page_state
 from specdec.kernels.rounding import round_weight
@@ -42,9 +42,9 @@ __all__ = [
     "IN_FLOATS",
     "LAYER_TENSORS",
     "Lack",
+    "Mapped",
     "PackedLinear",
     "Weight",
-    "advise",
     "attend",
     "attend_frames",
     "attention",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
 from itertools import accumulate
@@ -16,6 +18,7 @@ from torch import Tensor
 from specdec.kernels.packed_layout import BLOCK
 
 _PAGE = 2 << 20  # bytes of a huge page
+_MOST_MAPPED = 1 << 27  # bytes of mapped files that may stay in memory
 _SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
@@ -77,6 +80,34 @@ def give_back() -> None:
     """Gives memory that was freed back to the system, where the C library keeps it otherwise (glibc)."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
+
+
+class Mapped:
+    """Files that a model's weights are views of, whose memory is given back while the weights are replaced.
+
+    About `most` bytes of them stay in memory.
+    """
+
+    def __init__(self, files: Sequence[str] = (), most: int = _MOST_MAPPED) -> None:
+        self._paths, self._read, self._most = {os.path.realpath(file) for file in files}, 0, most
+
+    def used(self, nbytes: int) -> None:
+        """Counts bytes that were read and are not needed again."""
+        self._read += nbytes
+        if self._read > self._most:
+            self.forget()
+
+    def forget(self) -> None:
+        """Gives back the memory of all bytes that were read; the file is read again where they are needed."""
+        self._read = 0
+        if not hasattr(mmap, "MADV_DONTNEED"):
+            return
+        with suppress(OSError):
+            for line in Path("/proc/self/maps").read_text().splitlines():
+                place, *_, path = line.split(maxsplit=5)
+                if path in self._paths:
+                    begin, end = (int(address, 16) for address in place.split("-"))
+                    advise(begin, end - begin, mmap.MADV_DONTNEED)
 
 
 @cache

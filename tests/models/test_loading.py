@@ -18,12 +18,12 @@ from transformers import AutoModelForCausalLM
 
 from specdec import LoadError, Loading, OptionError, SpecGenerator, UnsupportedError, custom_generate
 from specdec.errors import closest_name
+from specdec.kernels import Mapped
 from specdec.models import load_model
 from specdec.models.backends.int8_linear import Int8Linear
 from specdec.models.backends.packed_layers import weight_of
 from specdec.models.loading import placement, quantizers
 from specdec.models.loading.integer_layers import WeightOnly
-from specdec.models.loading.weight_files import Mapped
 from specdec.proposers.heads import head_kind
 from tests.folders import saved
 from tests.matrix import endless

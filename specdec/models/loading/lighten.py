@@ -23,7 +23,6 @@ from specdec.models.backends.packed_layers import (
 from specdec.models.cache.buffers import free_bytes
 from specdec.models.hf.derived import shallow_copy
 from specdec.models.hf.probe_cache import holds
-from specdec.models.loading.weight_files import Mapped
 
 _log = logging.getLogger(__name__)
 _LEAST = 2**26  # weights: passes of smaller models spend their time elsewhere, and roundings hurt them more
@@ -132,7 +131,7 @@ def stored_dtype(config: Any) -> torch.dtype | None:
 @torch.no_grad()
 def narrowed(model: Any, files: Sequence[str]) -> None:
     """Makes a model bfloat16 whose weights are views of these files, of which only a part is in memory meanwhile."""
-    mapped = Mapped(files, most=2**24)
+    mapped = kernels.Mapped(files, most=2**24)
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.is_floating_point():
             mapped.used(tensor.nbytes)

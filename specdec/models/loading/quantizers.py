@@ -15,8 +15,9 @@ import torch
 from transformers import BitsAndBytesConfig
 
 from specdec.errors import UnsupportedError
+from specdec.kernels import Mapped
 from specdec.models.hf.load_hook import LoadHook
-from specdec.models.loading.weight_files import Mapped, Stored, by_module
+from specdec.models.loading.weight_files import Stored, by_module
 
 
 class Quantizer:

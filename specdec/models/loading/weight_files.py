@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import mmap
 import os
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate, chain
@@ -29,7 +27,6 @@ from specdec.models.hf.load_hook import with_bar
 from specdec.models.hf.private_api import module_names
 
 ALIGNED = 64  # bytes; kernels round differently at other addresses
-_MOST_MAPPED = 1 << 27  # bytes of mapped files that may stay in memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,34 +136,6 @@ def write_tensors(path: Path, tensors: Mapping[str, Callable[[], Tensor]], check
 def _close(files: dict[str, BinaryIO]) -> None:
     for file in files.values():
         file.close()
-
-
-class Mapped:
-    """Files that a model's weights are views of, whose memory is given back while the weights are replaced.
-
-    About `most` bytes of them stay in memory.
-    """
-
-    def __init__(self, files: Sequence[str] = (), most: int = _MOST_MAPPED) -> None:
-        self._paths, self._read, self._most = {os.path.realpath(file) for file in files}, 0, most
-
-    def used(self, nbytes: int) -> None:
-        """Counts bytes that were read and are not needed again."""
-        self._read += nbytes
-        if self._read > self._most:
-            self.forget()
-
-    def forget(self) -> None:
-        """Gives back the memory of all bytes that were read; the file is read again where they are needed."""
-        self._read = 0
-        if not hasattr(mmap, "MADV_DONTNEED"):
-            return
-        with suppress(OSError):
-            for line in Path("/proc/self/maps").read_text().splitlines():
-                place, *_, path = line.split(maxsplit=5)
-                if path in self._paths:
-                    begin, end = (int(address, 16) for address in place.split("-"))
-                    kernels.advise(begin, end - begin, mmap.MADV_DONTNEED)
 
 
 def by_module(model: Any, files: Sequence[str]) -> dict[str, dict[str, Stored]]:
