@@ -6,7 +6,6 @@ string's parts; this one takes a tenth of a second. The blocks' types and sizes 
 
 from __future__ import annotations
 
-import mmap
 import re
 import struct
 from collections.abc import Callable
@@ -51,7 +50,7 @@ class GgufReader:
     """
 
     def __init__(self, path: str | PathLike[str], part: int = 0) -> None:
-        self.path, self._part, self._other_parts = str(path), part, list[GgufReader]()
+        self.path, self._part = str(path), part
         if not Path(path).stat().st_size:
             raise self._broken("it is empty")
         self._bytes = np.memmap(path, mode="c")  # torch takes no memory that is read-only
@@ -94,9 +93,8 @@ class GgufReader:
                 f"{self.path} is the first of {self.keys['split.count']} parts, and {lack}: put all parts into one "
                 "folder, under the names with which they were written"
             )
-        self._other_parts = [GgufReader(name, part) for part, name in enumerate(names[1:], 1)]
-        for reader in self._other_parts:
-            self.tensors |= reader.tensors
+        for part, name in enumerate(names[1:], 1):
+            self.tensors |= GgufReader(name, part).tensors
         if (count := self.keys.get("split.tensors.count", len(self.tensors))) != len(self.tensors):
             raise self._broken(f"its {len(names)} parts have {len(self.tensors)} tensors, and not {count}")
 
@@ -164,12 +162,6 @@ class GgufReader:
         data = raw.view(numbers) if numbers is not None else raw
         last = row if numbers is not None else row // values * size
         return StoredTensor(name, tensor_type, shape, data.reshape(*reversed(shape[1:]), last))
-
-    def forget(self) -> None:
-        """Gives back the memory of bytes that were read; the file is read again where they are needed."""
-        if advice := getattr(mmap, "MADV_DONTNEED", None):
-            for reader in (self, *self._other_parts):
-                reader._bytes._mmap.madvise(advice)  # type: ignore[attr-defined]
 
     def _broken(self, reason: str) -> LoadError:
         return LoadError(f"{self.path} is no readable GGUF file: {reason}; download or make it again")

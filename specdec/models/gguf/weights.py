@@ -17,12 +17,11 @@ from specdec.errors import LoadError
 from specdec.models.backends.experts import expert_stacks, router_stacks
 from specdec.models.backends.packed_layers import replaced, sharing, without_saving
 from specdec.models.gguf.experts import NUMBERS, packed_blocks, packed_numbers, pieces_of_experts
-from specdec.models.gguf.reader import GgufReader, StoredTensor, floats
+from specdec.models.gguf.reader import GgufReader, StoredTensor, floats, part_names
 from specdec.models.gguf.tensors import TensorPart, tensor_map
 from specdec.models.hf.load_hook import with_bar
 
 _log = logging.getLogger(__name__)
-_MOST_MAPPED = 1 << 27  # bytes of the mapped file that may stay in memory
 
 
 @torch.no_grad()
@@ -36,13 +35,10 @@ def read_model(reader: GgufReader, config: Any, dtype: torch.dtype, *, packs: bo
     model, parts = empty_model(config, dtype), tensor_map(reader, config)
     empty = dict(model.named_parameters(remove_duplicate=False))
     counts = dict.fromkeys(empty, 0)  # how many numbers were read
-    layers, rounded_kinds, mapped_bytes = dict[str, kernels.PackedLinear](), Counter[str](), 0
+    layers, rounded_kinds = dict[str, kernels.PackedLinear](), Counter[str]()
+    mapped = kernels.Mapped(part_names(reader.path))
     matrices = pieces_of_experts(model, parts, reader) if packs else {}
     for name, tensor_parts in with_bar(parts.items(), "Loading weights"):
-        mapped_bytes += reader.tensors[name].data.nbytes
-        if mapped_bytes > _MOST_MAPPED:
-            reader.forget()
-            mapped_bytes = 0
         for part in tensor_parts:
             if part.parameter not in empty:
                 raise LoadError(f"{reader.path} has the tensor {name}, and the model has no {part.parameter} for it")
@@ -65,13 +61,14 @@ def read_model(reader: GgufReader, config: Any, dtype: torch.dtype, *, packs: bo
                 layers[part.parameter] = layer = packed_numbers(stack, pieces, rounds)
                 rounded_kinds.update([tensor.tensor_type.name] if layer.rounds else ())
                 _set(model, part.parameter, torch.empty_like(stack.parameter, device="meta"))
+        mapped.used(reader.tensors[name].data.nbytes)
     model.tie_weights()
     for name, parameter in model.named_parameters():
         if counts[name] == 0 and name.endswith("bias"):
             _set(model, name, torch.zeros_like(parameter, device="cpu"))
         elif counts[name] != parameter.numel():
             raise LoadError(f"{reader.path} lacks weights of {name}: it is incomplete, make it again")
-    reader.forget()
+    mapped.forget()
     for name, layer in layers.items():
         owner = matrices[name][0] if name in matrices else model.get_submodule(name.rpartition(".")[0])
         bias = getattr(owner, "bias", None)

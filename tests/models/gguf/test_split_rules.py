@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Regex, pre_tokenizers
 
 from specdec import SpecGenerator, UnsupportedError
-from specdec.models.gguf import GgufReader
+from specdec.kernels import Mapped
 from specdec.models.gguf.split_rules import RULES, split_rule
 from specdec.models.gguf.tokenizer import read_tokenizer
 from tests.folders import byte_tokenizer
@@ -83,7 +83,7 @@ def test_a_value_that_nobody_knows(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     keys = byte_vocabulary([], 256) | {"tokenizer.ggml.pre": "latest-v9"}
     path = saved(tmp_path / "a.gguf", kind, model_of(kind, vocab_size=256), keys)
     with monkeypatch.context() as patch:
-        patch.setattr(GgufReader, "forget", lambda _: pytest.fail("tensors were read"))
+        patch.setattr(Mapped, "forget", lambda _: pytest.fail("tensors were read"))
         for target, draft in ((path, None), (path, path), ("zoo:python-code", path)):
             with pytest.raises(UnsupportedError, match=r"tokenizer.ggml.pre = 'latest-v9', .* as `tokenizer=`"):
                 SpecGenerator.from_pretrained(target, draft)
