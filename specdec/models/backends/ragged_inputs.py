@@ -16,9 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specdec.core.tree import depths_of
 from specdec.core.work import Work
-from specdec.models.cache.layout import WORD, ColumnMap, ancestry
+from specdec.models.cache.layout import WORD, ColumnMap, NodePlaces
 from specdec.models.protocols import AttentionKind
 
 Buffers = Sequence[tuple[Tensor, Tensor]]
@@ -66,10 +65,11 @@ class PassInputs(NamedTuple):
             steps = StepInputs.of(rows, [row.columns.top for row in rows], 1, kinds)
             positions, tables = steps.positions[0], [table[0] for table in steps.tables]
         else:
-            parts = [_placed(row) for row in rows]
+            parts = [NodePlaces.of(row.columns, row.work.tree) for row in rows]
             shifted = [part.positions + row.columns.shift for part, row in zip(parts, rows, strict=True)]
             width = max(part.ancestors.shape[1] for part in parts)
-            arrays = [np.concatenate([part.table(kind, width) for part in parts]) for kind in kinds]
+            pairs = [(row.row_index, part) for row, part in zip(rows, parts, strict=True)]
+            arrays = [np.concatenate([_table(*pair, kind, width) for pair in pairs]) for kind in kinds]
             positions = torch.from_numpy(np.concatenate(shifted)[None])
             tables = [torch.from_numpy(table[None, None]) for table in arrays]
         for row, end in zip(rows, accumulate(sizes), strict=True):
@@ -109,33 +109,18 @@ class StepInputs:
         return cls(torch.from_numpy((at + np.array([row.columns.shift for row in rows]))[:, None]), stacked)
 
 
-@dataclass(frozen=True, slots=True)
-class _Placed:
-    """The nodes of one row: `columns` and `positions` `[nodes]`, and the columns that each node sees.
-
-    `base` `[nodes]` is one past the range that a node sees: the settled text, or in chains the node itself. `ancestors`
-    `[nodes, width]`: its ancestors and itself among the columns from `base` on, whose positions are `depth` `[width]`.
-    """
-
-    row_index: int
-    columns: np.ndarray
-    positions: np.ndarray
-    base: np.ndarray
-    ancestors: np.ndarray
-    depth: np.ndarray
-
-    def table(self, kind: AttentionKind, width: int) -> np.ndarray:
-        """The table `[nodes, 4 + words]` with bits for `width` columns."""
-        words = -(-width // WORD)
-        table = np.zeros((len(self.columns), 4 + words), dtype=np.int32)
-        first = kind.first_seen(self.positions)
-        table[:, 0], table[:, 1] = self.row_index, self.columns
-        table[:, 2], table[:, 3] = np.minimum(first, self.base), self.base
-        if count := self.ancestors.shape[1]:
-            bits = np.zeros((len(table), words * WORD), dtype=bool)
-            bits[:, :count] = self.ancestors & (self.depth >= first[:, None])
-            table[:, 4:] = np.packbits(bits, axis=1, bitorder="little").view(np.int32)
-        return table
+def _table(row_index: int, nodes: NodePlaces, kind: AttentionKind, width: int) -> np.ndarray:
+    """The table `[nodes, 4 + words]` of a row's nodes, with bits for `width` columns."""
+    words = -(-width // WORD)
+    table = np.zeros((len(nodes.columns), 4 + words), dtype=np.int32)
+    first = kind.first_seen(nodes.positions)
+    table[:, 0], table[:, 1] = row_index, nodes.columns
+    table[:, 2], table[:, 3] = np.minimum(first, nodes.base), nodes.base
+    if count := nodes.ancestors.shape[1]:
+        bits = np.zeros((len(table), words * WORD), dtype=bool)
+        bits[:, :count] = nodes.ancestors & (nodes.depth >= first[:, None])
+        table[:, 4:] = np.packbits(bits, axis=1, bitorder="little").view(np.int32)
+    return table
 
 
 def _cross(sizes: Sequence[int], encoders: Sequence[list[int]]) -> Tensor:
@@ -143,20 +128,3 @@ def _cross(sizes: Sequence[int], encoders: Sequence[list[int]]) -> Tensor:
     width = max(map(len, encoders))
     lines = torch.tensor([columns + [0] * (width - len(columns)) for columns in encoders], dtype=torch.int32)
     return lines.repeat_interleave(torch.tensor(sizes), dim=0)[None, None]
-
-
-def _placed(row: RowNodes) -> _Placed:
-    row_map, tree, size = row.columns, row.work.tree, row.work.num_new
-    if not row_map.scattered and tree.is_chain:
-        columns = np.arange(row_map.top, row_map.top + size)
-        no_columns = np.zeros((size, 0), dtype=bool)
-        return _Placed(row.row_index, columns, columns, columns + 1, no_columns, np.zeros(0, dtype=np.int64))
-    node_columns, parents = row_map.with_new(tree)
-    count, width = len(row_map.scattered), row_map.top + size - row_map.base
-    places = np.array(node_columns) - row_map.base
-    ancestors = np.zeros((size, width), dtype=bool)
-    ancestors[:, places] = ancestry(parents)[count:]
-    depth = np.zeros(width, dtype=np.int64)
-    depth[places] = np.array(depths_of(parents)) + row_map.base
-    columns, base = np.array(node_columns[count:]), np.full(size, row_map.base)
-    return _Placed(row.row_index, columns, depth[places[count:]], base, ancestors, depth)

@@ -120,6 +120,39 @@ class ColumnMap:
 
 
 @dataclass(frozen=True, slots=True)
+class NodePlaces:
+    """The new nodes of one row: `columns` and `positions` `[nodes]`, and the columns that each node sees.
+
+    `base` `[nodes]` is one past the range that a node sees: the settled text, or in chains the node itself. `ancestors`
+    `[nodes, width]`: its ancestors and itself among the columns from the settled text on, whose positions are `depth`
+    `[width]`.
+    """
+
+    columns: np.ndarray
+    positions: np.ndarray
+    base: np.ndarray
+    ancestors: np.ndarray
+    depth: np.ndarray
+
+    @classmethod
+    def of(cls, row: ColumnMap, tree: Tree) -> NodePlaces:
+        """The places of the nodes of `tree` behind the pending branches of `row`, with which it begins."""
+        size = max(len(tree) - row.pending, 0)
+        if not row.scattered and tree.is_chain:
+            columns = np.arange(row.top, row.top + size)
+            return cls(columns, columns, columns + 1, np.zeros((size, 0), dtype=bool), np.zeros(0, dtype=np.int64))
+        node_columns, parents = row.with_new(tree)
+        count, width = len(row.scattered), row.top + size - row.base
+        places = np.array(node_columns) - row.base
+        ancestors = np.zeros((size, width), dtype=bool)
+        ancestors[:, places] = ancestry(parents)[count:]
+        depth = np.zeros(width, dtype=np.int64)
+        depth[places] = np.array(depths_of(parents)) + row.base
+        columns, base = np.array(node_columns[count:], dtype=np.int64), np.full(size, row.base)
+        return cls(columns, depth[places[count:]], base, ancestors, depth)
+
+
+@dataclass(frozen=True, slots=True)
 class Layout:
     """The new nodes of one padded pass, `[rows, nodes]`: node i of row r is written to column `maps[r].top + i`.
 
