@@ -205,30 +205,23 @@ class Layout:
 
 
 def _view(trees: Sequence[Tree], maps: list[ColumnMap], nodes: int, end: int, device: torch.device) -> AttentionView:
-    """Each node sees the columns below `base`, and its ancestors among `width` further columns."""
-    parts = [column_map.with_new(tree) for tree, column_map in zip(trees, maps, strict=True)]
-    width = max(len(column_map.scattered) for column_map in maps) + nodes
-    columns = np.full((len(maps), width), end, dtype=np.int64)  # `end`: a column for padding, cut off below
-    depths, is_visible = np.zeros_like(columns), np.zeros((len(maps), nodes, width), dtype=bool)
-    positions = np.zeros((len(maps), nodes), dtype=np.int64)
-    for row, (column_map, (node_columns, parents)) in enumerate(zip(maps, parts, strict=True)):
-        begin, count = len(column_map.scattered), len(node_columns)
-        size = count - begin
-        columns[row, :count] = node_columns
-        depths[row, :count] = np.array(depths_of(parents), dtype=np.int64) + column_map.base
-        positions[row, :size] = depths[row, begin:count]
-        is_visible[row, :size, :count] = ancestry(parents)[begin:]
-        # Padding sees at least itself: a softmax over nothing would be NaN.
-        padding = np.arange(nodes - size)
-        columns[row, count + padding] = depths[row, count + padding] = column_map.top + size + padding
-        is_visible[row, size + padding, count + padding] = True
-    base = torch.tensor([column_map.base for column_map in maps], device=device)[:, None, None]
-    places, key_depths, ancestors = (torch.from_numpy(array).to(device) for array in (columns, depths, is_visible))
-    all_columns = torch.arange(end + 1, device=device)
-    visible = (all_columns < base).repeat(1, nodes, 1)  # padding sees the text as well
-    visible.scatter_(2, places[:, None].expand(-1, nodes, -1), ancestors)
-    key_positions = all_columns.repeat(len(maps), 1).scatter_(1, places, key_depths)
-    return AttentionView(torch.from_numpy(positions).to(device), key_positions[:, :end], visible[..., :end])
+    """What the nodes see by their `NodePlaces`; nodes of padding see the settled text and themselves."""
+    columns, positions = np.arange(end), np.zeros((len(maps), nodes), dtype=np.int64)
+    key_positions = np.tile(columns, (len(maps), 1))
+    visible = np.zeros((len(maps), nodes, end), dtype=bool)
+    for row, (column_map, tree) in enumerate(zip(maps, trees, strict=True)):
+        places = NodePlaces.of(column_map, tree)
+        size, width = places.ancestors.shape
+        scattered = slice(column_map.base, column_map.base + width)
+        positions[row, :size], key_positions[row, scattered] = places.positions, places.depth
+        visible[row, :size] = columns < places.base[:, None]
+        visible[row, :size, scattered] |= places.ancestors
+        # A softmax over nothing would be NaN.
+        visible[row, size:, : column_map.base] = True
+        padding = np.arange(size, nodes)
+        visible[row, padding, column_map.top + padding] = True
+    arrays = positions, key_positions, visible
+    return AttentionView(*(torch.from_numpy(array).to(device) for array in arrays))
 
 
 def ancestry(parents: list[int]) -> np.ndarray:
