@@ -96,29 +96,34 @@ def _in_few_bits(model: Any, large: int) -> Any:
 
 
 def _decoder_layers(model: Any) -> tuple[dict[str, Any], dict[str, kernels.PackedLinear]]:
-    """The linear layers of a model's decoder by name: those that can be packed, and packed ones."""
+    """The linear layers of a model's decoder by name: those that can be packed, and packed ones, as a GGUF file's."""
     encoder = _encoder(model)
     layers = {name: layer for name, layer in packable_layers(model).items() if layer not in encoder}
-    return layers, {name: layer for name, layer in _blocks(model).items() if layer not in encoder}
+    tables = {f"{name}.head" for name, layer in model.named_modules() if isinstance(layer, PackedEmbedding)}
+    modules = model.named_modules(remove_duplicate=False)
+    packed = {name: layer for name, layer in modules if isinstance(layer, kernels.PackedLinear) and name not in tables}
+    return layers, {name: layer for name, layer in packed.items() if layer not in encoder}
+
+
+def _sizes(model: Any) -> dict[str, tuple[int, int]]:
+    """How many weights each linear layer of a model's decoder has, and their bytes, by name."""
+    layers, blocks = _decoder_layers(model)
+    sizes = {name: (layer.weight.numel(), layer.weight.nbytes) for name, layer in layers.items()}
+    for name, layer in blocks.items():
+        sizes[name] = layer.inputs * layer.outputs, sum(buffer.nbytes for buffer in layer.buffers())
+    return sizes
 
 
 def _count(model: Any) -> int:
     """How many weights the linear layers of a model's decoder have."""
-    layers, blocks = _decoder_layers(model)
-    return sum(layer.weight.numel() for layer in layers.values()) + sum(
-        layer.inputs * layer.outputs for layer in blocks.values()
-    )
+    return sum(count for count, _ in _sizes(model).values())
 
 
 def _bits(model: Any) -> float:
     """Bits of a weight in the linear layers of a model's decoder that read no frames, on average."""
     if getattr(model, "is_quantized", False):  # by another library
         return 0.0
-    layers, blocks = _decoder_layers(model)
-    sizes = {name: (layer.weight.numel(), layer.weight.nbytes) for name, layer in layers.items()}
-    for name, layer in blocks.items():
-        sizes[name] = layer.inputs * layer.outputs, sum(buffer.nbytes for buffer in layer.buffers())
-    read = [sizes[name] for name in sizes if not name.endswith(_OF_FRAMES)]
+    read = [size for name, size in _sizes(model).items() if not name.endswith(_OF_FRAMES)]
     return 8 * sum(count for _, count in read) / max(sum(count for count, _ in read), 1)
 
 
@@ -174,13 +179,6 @@ def _rounded(layer: Any, bits: int) -> kernels.PackedLinear:
 def _encoder(model: Any) -> set[nn.Module]:
     """The modules of a model's encoder."""
     return set(model.get_encoder().modules()) if model.config.is_encoder_decoder else set()
-
-
-def _blocks(model: Any) -> dict[str, kernels.PackedLinear]:
-    """The linear layers of a model that are packed already, such as a GGUF file's, by name."""
-    tables = {f"{name}.head" for name, layer in model.named_modules() if isinstance(layer, PackedEmbedding)}
-    modules = model.named_modules(remove_duplicate=False)
-    return {name: layer for name, layer in modules if isinstance(layer, kernels.PackedLinear) and name not in tables}
 
 
 def _are_faster(kind: str, rival: str, rows: int) -> bool:
