@@ -64,21 +64,15 @@ def in_backend(model: Any, backend: str, *, owned: bool) -> Any:
     """
     if backend == "eager" or (backend == "auto" and not owned):
         return model
-    if backend != "auto":
-        kernels.check(f"`backend`={backend!r}")
     reason = why_not_packed(model)
     if backend == "packed":
+        kernels.check("`backend`='packed'")
         model = model if owned or reason else shallow_copy(model)
         if reason is None and changed(model, partial(_pack, model)) is None:
             reason = "reads weights of its layers by itself, or no ids alone"
         if reason is not None:
             raise UnsupportedError(f"{type(model).__name__} {reason}: leave out `backend`='packed'")
-    elif (
-        reason is None
-        and sum(m.weight.nbytes for m in packable_layers(model).values()) >= _LEAST
-        and kernels.available()
-    ):
-        model = model if owned else shallow_copy(model)
+    elif reason is None and sum(m.weight.nbytes for m in packable_layers(model).values()) >= _LEAST:
         _pack_if_faster(model)
     return model
 
@@ -262,7 +256,9 @@ def alike(logits: Tensor, expected: Tensor, model: nn.Module) -> bool:
 
 
 def _pack_if_faster(model: Any) -> None:
-    """Packs a model, and undoes that if its passes become slower."""
+    """Packs a model if there are kernels, and undoes that if its passes become slower."""
+    if not kernels.available():
+        return
     processor = f"{kernels.instructions()}, {torch.get_num_threads()} threads"
     what = ["packed passes are faster", processor, type(model).__name__]
     what += sorted(
