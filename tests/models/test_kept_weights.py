@@ -274,7 +274,7 @@ def test_a_good_folder_that_cannot_be_read_now(
 
 def test_two_writers(source: str, root: Path) -> None:
     """The second one leaves what the first one wrote."""
-    models = [load_module._read(source, Loading(**EIGHT), "model") for _ in range(2)]
+    models = [load_module._read(source, Loading(**EIGHT)) for _ in range(2)]
     writers = [KeptWeights(source, Loading(**EIGHT)).writing(model) for model in models]
     for writer in writers:
         assert writer is not None
@@ -368,7 +368,7 @@ def test_folders_without_room(
 
 @INFO
 def test_a_model_that_changes_while_it_is_written(source: str, root: Path, caplog: pytest.LogCaptureFixture) -> None:
-    model = load_module._read(source, Loading(**EIGHT), "model")
+    model = load_module._read(source, Loading(**EIGHT))
     writing = KeptWeights(source, Loading(**EIGHT)).writing(model)
     assert writing is not None
     with torch.no_grad():

@@ -74,12 +74,10 @@ def check_reached(error: Exception, name: str, argument: str = "model") -> None:
             raise error
 
 
-def check_complete(name: str, info: dict[str, set[str]], argument: str = "model") -> None:
-    """Raises LoadError if weights were missing in the checkpoint, and so were initialised at random."""
+def check_complete(info: dict[str, set[str]]) -> None:
+    """Raises an error to be explained if weights were missing in a checkpoint, and so were initialised at random."""
     if missing := sorted(info["missing_keys"]):
-        raise LoadError(
-            f"`{argument}` {name!r} cannot be loaded ({len(missing)} weights are missing, {missing[0]}…): {_BROKEN}"
-        )
+        raise EOFError(f"{len(missing)} weights are missing, {missing[0]}…")
 
 
 def _wrong_files(folder: Path) -> Iterator[str]:

@@ -140,8 +140,8 @@ def _from_checkpoint(source: str, folder: str, how: Loading, name: str) -> Langu
     with explain_errors(source, name):
         is_whole = packs and not _WHOLE & how.changes.keys() and _computes_on_cpu(how)
         weights = KeptWeights(folder, how) if is_whole else None
-        model = weights and weights.read(partial(_read, argument=name))
-        model = model or _read_fast(folder, how, name, is_whole)
+        model = weights and weights.read(_read)
+        model = model or _read_fast(folder, how, is_whole)
     language = LanguageModel(model, backend=how.backend, exactness=how.exactness, owned=True)
     kernels.give_back()
     language.loading_seconds = perf_counter() - began
@@ -152,7 +152,7 @@ def _from_checkpoint(source: str, folder: str, how: Loading, name: str) -> Langu
     return language
 
 
-def _read_fast(folder: str, how: Loading, name: str, is_whole: bool) -> Any:
+def _read_fast(folder: str, how: Loading, is_whole: bool) -> Any:
     """The model of `_read`, with the numbers that are fastest here for speech and drafts, unless options name some.
 
     `is_whole`: all of it goes into this processor's memory.
@@ -163,7 +163,7 @@ def _read_fast(folder: str, how: Loading, name: str, is_whole: bool) -> Any:
     if chooses and is_whole and how.gguf_file is None:
         config = AutoConfig.from_pretrained(folder, revision=how.revision, trust_remote_code=how.trust_remote_code)
         stored = stored_dtype(config)
-    model = _read(folder, replace(how, dtype=stored or how.dtype), name)
+    model = _read(folder, replace(how, dtype=stored or how.dtype))
     if stored is not None:
         place = Path(cached(folder, "config.json", how.revision)).parent
         narrowed(model, [str(file) for file in place.glob("*.safetensors")])
@@ -182,7 +182,7 @@ def _eyes(source: str, folder: str, how: Loading, name: str, language: LanguageM
         if quantizer := _stored_quantizer(folder, config, how):
             options["quantization_config"] = quantizer.config(language.dtype)
         model, info = kind.from_pretrained(folder, config=config, **options)
-        check_complete(folder, info, name)
+        check_complete(info)
         if quantizer:
             quantizer.convert(model)
     return {part: module.eval().to(language.device) for part, module in model.base_model.named_children()}
@@ -211,7 +211,7 @@ def _places(how: Loading) -> list[Any]:
     return list(how.device_map.values()) if isinstance(how.device_map, Mapping) else [how.device_map]
 
 
-def _read(name: str, how: Loading, argument: str) -> Any:
+def _read(name: str, how: Loading) -> Any:
     """The model of a checkpoint in eval mode, quantized and on its devices."""
     if how.gguf_file is not None:
         file = GgufFile(name, str(how.gguf_file), how.revision)
@@ -242,7 +242,7 @@ def _read(name: str, how: Loading, argument: str) -> Any:
             model, info = reader.from_pretrained(name, **options)
         if text is not None:
             model.__class__ = class_of(kind, config)
-        check_complete(name, info, argument)
+        check_complete(info)
         stored = find(model)
         settle_four_bits(model)
         if quantizer.converts:
@@ -289,7 +289,7 @@ def save_loaded(source: str, folder: Path, how: Loading) -> None:
         raise OptionError.of("quantization", f"one of {', '.join(words)}", how.quantization)
     place, how = _source_folder(source, how, "target")
     with explain_errors(source, "target"):
-        model = _read(place, how, "target")
+        model = _read(place, how)
         LanguageModel(model)  # raises for models that no layers of few bits fit
     save_packed(model, folder)
 
