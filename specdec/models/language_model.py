@@ -31,14 +31,17 @@ from specdec.models.hf.patching import CHANGING
 from specdec.models.hf.positions import STYLES, Lookup, Scaling
 from specdec.models.hf.private_api import CACHE, attention_of, gives_hidden_states, text_class
 from specdec.models.hf.sides import (
+    decoder_of,
     encoder_inputs,
     frame_mask,
+    is_composite,
+    model_inputs,
     num_ids,
     num_source_ids,
+    position_padding,
     text_config,
     text_embedding,
 )
-from specdec.models.hf.wrappers import decoder_of, is_composite, model_inputs, position_padding
 from specdec.models.pictures import reads_media
 from specdec.models.probe import find_capability
 from specdec.models.protocols import Capability, Session

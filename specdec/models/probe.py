@@ -20,9 +20,8 @@ from specdec.models.capability import COUNTS_COLUMNS, REPLAY, attention_kinds, k
 from specdec.models.encoding import Encoding
 from specdec.models.hf.private_api import TAKES_MASKS, attention_of
 from specdec.models.hf.probe_cache import holds
-from specdec.models.hf.sides import input_names, source_width
+from specdec.models.hf.sides import decoder_config, input_names, position_padding, source_width
 from specdec.models.hf.tiny_models import SIZES, tiny_alike, tiny_model
-from specdec.models.hf.wrappers import decoder_config, position_padding
 from specdec.models.protocols import Capability, ModelSpec, Positions
 
 # Siblings, a grandchild on each side, a second root: each way in which a mask can be wrong.

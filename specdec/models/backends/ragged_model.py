@@ -32,8 +32,7 @@ from specdec.models.encoding import EncoderOutput
 from specdec.models.hf.derived import shallow_copy
 from specdec.models.hf.positions import Lookup
 from specdec.models.hf.private_api import CACHE, hidden_states_of, per_layer
-from specdec.models.hf.sides import source_width
-from specdec.models.hf.wrappers import decoder_of
+from specdec.models.hf.sides import decoder_of, source_width
 from specdec.models.protocols import ModelSpec
 
 ATTENTION = "specdec"

@@ -17,7 +17,7 @@ from torch import nn
 from specdec.errors import OptionError, UnsupportedError
 from specdec.models.hf.patching import attributes_of
 from specdec.models.hf.private_api import attention_of, class_of, set_attention
-from specdec.models.hf.wrappers import decoder_config, decoder_of
+from specdec.models.hf.sides import decoder_config, decoder_of
 
 _COUNTS = ("num_hidden_layers", "decoder_layers", "num_decoder_layers", "num_layers", "n_layer", "n_layers")
 _CONFIGS = ("vision_config", "audio_config")

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
 
 from specdec.models.hf.derived import media_modules
-from specdec.models.hf.wrappers import decoder_config
+from specdec.models.hf.sides import decoder_config
 
 VOCABULARY = 64
 WINDOW = 12  # tokens that sliding and chunked layers of these models see
