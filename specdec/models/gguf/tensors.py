@@ -32,11 +32,6 @@ class TensorPart:
     flipped: bool = False
     plus: float = 0.0
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether the tensor's blocks can be taken as they lie, row by row."""
-        return not self.flipped and not self.plus
-
 
 def tensor_map(reader: GgufReader, config: Any) -> dict[str, tuple[TensorPart, ...]]:
     """The parts of every tensor of a file; a tensor that holds no weights, such as factors of positions, has none.

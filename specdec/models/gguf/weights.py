@@ -97,7 +97,7 @@ def _is_packable(model: Any, part: TensorPart, tensor: StoredTensor) -> bool:
     module, _, leaf = part.parameter.rpartition(".")
     owner = model.get_submodule(module)
     is_layer = type(owner) is nn.Linear or owner is model.get_input_embeddings()
-    if not is_layer or leaf != "weight" or tensor.data.ndim != 2 or not part.is_plain or part.place is not None:
+    if not is_layer or leaf != "weight" or tensor.data.ndim != 2 or part.flipped or part.plus or part.place is not None:
         return False
     rows = int(tensor.shape[1]) if part.rows is None else len(part.rows)
     return owner.weight.shape == (rows, tensor.shape[0]) and tensor.tensor_type.name not in NUMBERS
