@@ -20,10 +20,11 @@ from specdec.engine.engine import Engine
 from specdec.engine.openmp import release_helpers
 from specdec.engine.prefix_cache import PrefixCache
 from specdec.errors import OptionError
-from specdec.generator.build_request import Call, Extras, ScheduledDraft, methods
+from specdec.generator.build_request import Call, ScheduledDraft, methods
 from specdec.generator.checks import check_draft
 from specdec.generator.drafts_by_name import NAMES as DRAFT_NAMES
 from specdec.generator.drafts_by_name import Drafts, draft_arguments, loaded
+from specdec.generator.extras import Extras
 from specdec.generator.generation import Event, Generation
 from specdec.generator.inputs.pictures import split_processor
 from specdec.generator.inputs.prompts import NAMES as MODEL_INPUTS
