@@ -28,7 +28,7 @@ from specdec.generator.extras import Extras
 from specdec.generator.generation import Event, Generation
 from specdec.generator.inputs.pictures import split_processor
 from specdec.generator.inputs.prompts import NAMES as MODEL_INPUTS
-from specdec.generator.inputs.prompts import Prompt, Prompts, beside_inputs, read_prompts, with_predictions
+from specdec.generator.inputs.prompts import Prompt, beside_inputs, read_prompts
 from specdec.generator.job import Job
 from specdec.generator.memories import MemoryWish
 from specdec.generator.tokenizers import Detokenizer, check_split_rule, check_tokenizer, tokenizer_beside
@@ -244,7 +244,11 @@ class SpecGenerator:
             if options.form is not None:
                 grammar = self._grammar(options.form, options, extras)
                 extras = replace(extras, logits_processor=[*extras.logits_processor, grammar])
-            prompts = self._read(prompt, messages, inputs, options, extras, models)
+            prompts = read_prompts(prompt, messages, inputs, options, self.target, extras, self.processor)
+            if any(needs_media_modules(row.pictures) for row in prompts.rows):
+                for model in models:
+                    if model.reads_media:
+                        model.load_media_modules()
             pacing = scheduled.pacing(
                 options,
                 offloaded=self.target.is_offloaded,
@@ -262,34 +266,6 @@ class SpecGenerator:
                 shares_prefixes=self._prefixes is not None,
                 across_calls=self._promised or all(model.is_owned for model in (self.target, *models)),
             )
-
-    def _read(
-        self,
-        prompt: Prompt,
-        messages: Sequence[Any] | None,
-        inputs: Mapping[str, Any],
-        options: Options,
-        extras: Extras,
-        draft_models: Sequence[LanguageModel],
-    ) -> Prompts:
-        """The prompts of a call, with predictions; models that will read pictures load the part that reads them."""
-        prompts = read_prompts(
-            prompt,
-            messages,
-            inputs,
-            options,
-            self.target,
-            extras.tokenizer,
-            self.processor,
-            fetch=extras.fetch_pictures,
-        )
-        if any(row.pictures is not None and needs_media_modules(row.pictures) for row in prompts.rows):
-            for model in draft_models:
-                if model.reads_media:
-                    model.load_media_modules()
-        if extras.prediction is not None:
-            prompts = with_predictions(prompts, extras.prediction, self.target, extras.tokenizer)
-        return prompts
 
     def _grammar(self, form: Form, options: Options, extras: Extras) -> Grammar:
         """The grammar of the form that the options set; raises OptionError without a tokenizer, or with a rival."""

@@ -12,7 +12,8 @@ from specdec import OptionError, SpecGenerator
 from specdec.core.budget import Budget
 from specdec.core.drafts import SequenceView
 from specdec.core.tree import EMPTY, Tree
-from specdec.generator.inputs.prompts import read_prompts, with_predictions
+from specdec.generator.extras import Extras
+from specdec.generator.inputs.prompts import read_prompts
 from specdec.models import LanguageModel
 from specdec.options.resolve import resolve
 from tests.folders import byte_tokenizer, saved_model
@@ -132,7 +133,6 @@ class TwoSided(PreTrainedTokenizerFast):
 
 def test_a_prediction_is_text_of_the_answers_side() -> None:
     """It was encoded as a source, whose vocabulary may be another one."""
-    tokenizer = TwoSided(tokenizer_object=byte_tokenizer().backend_tokenizer)
-    target = LanguageModel(tiny("bart"))
-    prompts = read_prompts([[5, 6]], None, {}, resolve({"decoder_start_token_id": 1}), target, tokenizer)
-    assert with_predictions(prompts, "x", target, tokenizer).rows[0].prediction == [8, 9]
+    extras = Extras(tokenizer=TwoSided(tokenizer_object=byte_tokenizer().backend_tokenizer), prediction="x")
+    target, options = LanguageModel(tiny("bart")), resolve({"decoder_start_token_id": 1})
+    assert read_prompts([[5, 6]], None, {}, options, target, extras).rows[0].prediction == [8, 9]

@@ -15,6 +15,7 @@ from transformers.utils import ModelOutput
 
 from specdec.core.work import Pictures
 from specdec.errors import OptionError, UnsupportedError
+from specdec.generator.extras import Extras
 from specdec.generator.inputs.ids import MASKS, Ids, read_ids, read_mask
 from specdec.generator.inputs.pictures import PIXELS, chat_ids, has_pictures, with_pictures
 from specdec.generator.tokenizers import ids_of
@@ -87,17 +88,16 @@ def read_prompts(
     inputs: Mapping[str, Any],
     options: Options,
     target: LanguageModel,
-    tokenizer: Any,
+    extras: Extras,
     processor: Any = None,
-    *,
-    fetch: bool = False,
 ) -> Prompts:
-    """The prompts of a call; `inputs` are the model inputs among its keyword arguments.
+    """The prompts of a call with their predictions; `inputs` are the model inputs among its keyword arguments.
 
     `prompt` may be the output of a tokenizer or processor, a mapping with `input_ids`. The `processor` puts pictures
-    into `messages`, by URL where it may `fetch` them. Raises OptionError for prompts that are empty, of a wrong type or
-    shape, outside the vocabulary, or passed twice, and for inputs that the target does not read.
+    into `messages`. Raises OptionError for prompts that are empty, of a wrong type or shape, outside the vocabulary, or
+    passed twice, and for inputs that the target does not read.
     """
+    tokenizer = extras.tokenizer
     first = prompt
     while isinstance(first, list | tuple) and first:
         first = first[0]
@@ -112,7 +112,7 @@ def read_prompts(
     _check_sources(prompt, messages, inputs, target)
     value = prompt if prompt is not None else inputs.get("inputs", inputs.get("input_ids"))
     if messages is not None:
-        parts = read_messages(messages, tokenizer, processor, fetch=fetch)
+        parts = read_messages(messages, tokenizer, processor, fetch=extras.fetch_pictures)
         value, inputs = parts.pop("input_ids"), {**inputs, **parts}
     how = inputs, options, target, tokenizer
     if target.is_encoder_decoder:
@@ -128,7 +128,8 @@ def read_prompts(
             rows = [replace(row, pictures=part) for row, part in zip(prompts.rows, pictures, strict=True)]
             prompts = replace(prompts, rows=rows)
     prompts = replace(prompts, is_text=prompts.is_text or messages is not None)
-    return _with_negatives(prompts, inputs, target) if is_guided else prompts
+    prompts = _with_negatives(prompts, inputs, target) if is_guided else prompts
+    return prompts if extras.prediction is None else _with_predictions(prompts, extras.prediction, target, tokenizer)
 
 
 def main_input(target: LanguageModel) -> str:
@@ -463,7 +464,7 @@ def _read(value: Any, inputs: Mapping[str, Any], options: Options, target: Langu
     return read_ids("prompt", rows, {}, size)._replace(is_text=True)
 
 
-def with_predictions(prompts: Prompts, prediction: Any, target: LanguageModel, tokenizer: Any) -> Prompts:
+def _with_predictions(prompts: Prompts, prediction: Any, target: LanguageModel, tokenizer: Any) -> Prompts:
     """The prompts with their predictions: one text or row of ids, or a list with one or None for each prompt.
 
     Raises OptionError for another type or number of predictions, and for text without a tokenizer.
