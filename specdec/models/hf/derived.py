@@ -16,7 +16,7 @@ from torch import nn
 
 from specdec.errors import OptionError, UnsupportedError
 from specdec.models.hf.patching import attributes_of
-from specdec.models.hf.private_api import attention_of, class_of, set_attention
+from specdec.models.hf.private_api import attention_of, auto_class, class_of, set_attention
 from specdec.models.hf.sides import decoder_config, decoder_of
 
 _COUNTS = ("num_hidden_layers", "decoder_layers", "num_decoder_layers", "num_layers", "n_layer", "n_layers")
@@ -122,12 +122,12 @@ def media_modules(model: Any) -> dict[str, nn.Module]:
     return {name: part for name, part in base.named_children() if decoder not in part.modules()}
 
 
-def part_class(auto_class: Any, config: Any, *, reads_text: bool) -> Any:
+def part_class(config: Any, *, reads_text: bool) -> Any:
     """A class that loads only the part that reads text, or only the rest; None for models that cannot be divided.
 
     Set a loaded model's class to `class_of` again, which can be pickled.
     """
-    kind = class_of(auto_class, config)
+    kind = class_of(auto_class(config), config)
     if kind is None or config.is_encoder_decoder or not any(hasattr(config, name) for name in _CONFIGS):
         return None
 

@@ -33,6 +33,10 @@ from transformers.utils import output_capturing
 CAPTURING = output_capturing.__name__  # module of the hooks that stay after a pass with hidden states
 # The argument by which models and their layers take a cache: 5.24 renamed it.
 CACHE = "cache" if "cache" in inspect.signature(create_causal_mask).parameters else "past_key_values"
+_WITH_HEADS: dict[bool, tuple[Any, ...]] = {  # by whether there is an encoder
+    False: (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM),
+    True: (AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq, AutoModelForImageTextToText),
+}
 TAKES_MASKS = ("sdpa", "eager")  # attentions that add a mask to scores
 
 
@@ -83,11 +87,16 @@ def class_of(auto_class: Any, config: Any) -> Any:
     return auto_class._model_mapping.get(type(config), None)
 
 
+def auto_class(config: Any) -> Any:
+    """The `AutoModelFor…` class that loads a config as a model with a language head; the commonest if none does."""
+    kinds = _WITH_HEADS[bool(config.is_encoder_decoder)]
+    return next((kind for kind in kinds if class_of(kind, config)), kinds[0])
+
+
 def text_class(model: Any) -> str | None:
     """The `AutoModelFor…` class that loads a model's config as another class, with a language head."""
-    kinds = [AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq, AutoModelForImageTextToText]
-    classes = {kind.__name__: class_of(kind, model.config) for kind in [*kinds, AutoModelForMultimodalLM]}
-    return next((name for name, kind in classes.items() if kind not in (None, type(model))), None)
+    kinds = _WITH_HEADS[bool(model.config.is_encoder_decoder)]
+    return next((kind.__name__ for kind in kinds if class_of(kind, model.config) not in (None, type(model))), None)
 
 
 def skipped_keys(model: Any) -> Any:

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
+from transformers import AutoConfig
 
 from specdec.models.hf.derived import media_modules
+from specdec.models.hf.private_api import auto_class
 from specdec.models.hf.sides import decoder_config
 
 VOCABULARY = 64
@@ -87,9 +88,7 @@ def tiny_model(model_type: str, **options: Any) -> Any:
 
 def random_model(config: Any, seed: int = 0) -> Any:
     """A model of this config, with large random weights in float32, in eval mode."""
-    kind: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-    kind = AutoModelForSpeechSeq2Seq if config.model_type == "whisper" else kind
-    return with_random_weights(lambda: kind.from_config(config, dtype=torch.float32), seed)
+    return with_random_weights(lambda: auto_class(config).from_config(config, dtype=torch.float32), seed)
 
 
 def with_random_weights(make: Callable[[], Any], seed: int = 0) -> Any:

@@ -18,22 +18,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoModelForMultimodalLM,
-    AutoModelForSeq2SeqLM,
-    AutoModelForSpeechSeq2Seq,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from specdec import kernels
 from specdec.errors import OptionError, UnsupportedError
 from specdec.models.hf.derived import media_modules, part_class
 from specdec.models.hf.load_errors import check_complete, check_folder, explain_errors
-from specdec.models.hf.private_api import cached, class_of
+from specdec.models.hf.private_api import auto_class, cached, class_of
 from specdec.models.language_model import LanguageModel
 from specdec.models.loading.gguf import GgufFile, gguf_path
 from specdec.models.loading.kept_weights import KeptWeights
@@ -177,7 +168,7 @@ def _eyes(source: str, folder: str, how: Loading, name: str, language: LanguageM
     hub = {"revision": how.revision, "trust_remote_code": how.trust_remote_code}
     with explain_errors(source, name):
         config = AutoConfig.from_pretrained(folder, **hub)
-        kind = part_class(_auto_class(config), config, reads_text=False)
+        kind = part_class(config, reads_text=False)
         options = {**hub, "dtype": language.dtype, "use_safetensors": True, "output_loading_info": True}
         if quantizer := _stored_quantizer(folder, config, how):
             options["quantization_config"] = quantizer.config(language.dtype)
@@ -226,9 +217,9 @@ def _read(name: str, how: Loading) -> Any:
             refuse_rounding(name, "packed", how)
             return _read_blocks(config, how, partial(read_packed, name, config, revision=how.revision))
         quantizer = _stored_quantizer(name, config, how) or quantizer
-        kind = _auto_class(config)
+        kind = auto_class(config)
         places = device_map(how, kind, config)
-        text = None if _WHOLE & how.changes.keys() else part_class(kind, config, reads_text=True)
+        text = None if _WHOLE & how.changes.keys() else part_class(config, reads_text=True)
         reader = text or kind
         options: dict[str, Any] = {**hub, **_numbers(how, config, quantizer), "use_safetensors": True}
         options |= {"config": config, "output_loading_info": True, "offload_folder": folder}
@@ -325,13 +316,6 @@ def _computes_on_cpu(how: Loading) -> bool:
     if not torch.accelerator.is_available():
         return True
     return how.offload is None and all(str(place) in _HOST for place in _places(how))
-
-
-def _auto_class(config: Any) -> Any:
-    classes = [AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq, AutoModelForImageTextToText]
-    if not config.is_encoder_decoder:
-        classes = [AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM]
-    return next((auto for auto in classes if class_of(auto, config)), classes[0])
 
 
 def make_quantizer(name: str | None) -> Quantizer:

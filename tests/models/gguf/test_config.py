@@ -192,7 +192,7 @@ def test_nothing_of_transformers_loader(tmp_path: Path, monkeypatch: pytest.Monk
     from specdec.generator import tokenizers
     from specdec.models.loading import load as module
 
-    for where, name in ((module, "AutoConfig"), (module, "AutoModelForCausalLM"), (tokenizers, "AutoTokenizer")):
+    for where, name in ((module, "AutoConfig"), (module, "auto_class"), (tokenizers, "AutoTokenizer")):
         monkeypatch.setattr(where, name, None)
     path = saved_gguf(tmp_path / "a.gguf", tokens=True, vocab=260)
     assert SpecGenerator(path).generate("ab", max_new_tokens=4).texts
