@@ -164,13 +164,9 @@ class SpecGenerator:
         `prefix_cache=True` for a model of yours, call it after every change; models that were loaded here stay as they
         are. Raises UnsupportedError where the backend that was named cannot run the changed model.
         """
-        for model in [*self._models, *(model for scheduled in self._drafts.of_calls for model in scheduled.models)]:
+        drafts = [self._scheduled, *self._drafts.of_calls]
+        for model in [self.target, *(model for scheduled in drafts for model in scheduled.models)]:
             model.changed()
-
-    @property
-    def _models(self) -> Sequence[LanguageModel]:
-        """The target and the models of the draft."""
-        return [self.target, *self._scheduled.models]
 
     def options(self, **arguments: Any) -> Options:
         """The resolved options of a call of `generate` with these arguments; raises as the call does."""
