@@ -29,11 +29,11 @@ from specdec.kernels.packed_linear import (
     measure_ways,
     pack,
     restored_layer,
+    round_weight,
 )
 from specdec.kernels.pages import Mapped, give_back
 from specdec.kernels.pages import empty as empty_pages
 from specdec.kernels.pages import state as page_state
-from specdec.kernels.rounding import round_weight
 
 __all__ = [
     "ALIKE",

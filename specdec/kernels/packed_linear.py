@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from specdec.kernels import ops, packed_layout, pages
 from specdec.kernels.build import measured
+from specdec.kernels.packed_layout import BLOCK
 from specdec.kernels.quantized import GROUP, Quantized
 
 FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -20,6 +21,7 @@ _FLOAT_TENSORS = ("packed", "factors", "scales", "mins", "bias")
 LAYER_TENSORS = ("packed", "high", "factors", "scales", "mins", "steps", "levels", "bias")
 """The tensors of a packed layer."""
 _WEIGHT_TENSORS = LAYER_TENSORS[:-1]
+_OUTPUTS = 64 * BLOCK  # so many are unpacked at a time, into memory that the C library uses again
 _SAMPLE = 1024  # outputs and inputs of the layer that is timed
 _TILED, _UNPACKED = (1, 4, 16), (64, 128, 256)  # rows that are timed
 _EVEN, _WINS = 1.1, 0.9  # shares of the time that tiles, which suit all numbers of rows, and unpacked weights may take
@@ -64,7 +66,7 @@ class PackedLinear(nn.Module):
             (layer.kind, layer.inputs, layer.way, layer.rounds, *map(_form, map(layer._buffers.get, _WEIGHT_TENSORS)))
             for layer in layers
         }
-        return len(kinds) == 1 and all(layer.outputs % packed_layout.BLOCK == 0 for layer in layers)
+        return len(kinds) == 1 and all(layer.outputs % BLOCK == 0 for layer in layers)
 
     @classmethod
     def join(cls, layers: Sequence[PackedLinear]) -> PackedLinear:
@@ -169,6 +171,41 @@ def _packed_layer(weight: Weight, bias: Tensor | None = None, *, rounds: bool = 
 
 
 @torch.no_grad()
+def round_weight(
+    weight: Tensor | PackedLinear, bits: int, bias: Tensor | None = None, *, rounds: bool = True
+) -> PackedLinear:
+    """A layer over a weight `[outputs, inputs]`, or over a packed layer's, in 8 or 4 bits.
+
+    In 8 bits the largest weight of each output becomes ±127; in 4 bits each group of 32 inputs has the scale and the
+    min of least squared error. Needs `specdec.kernels.available`.
+    """
+    outputs, inputs = (weight.outputs, weight.inputs) if isinstance(weight, PackedLinear) else weight.shape
+    groups, wide, empty = -(-inputs // GROUP), bits == 8, partial(pages.blocks, outputs)
+    tensors: dict[str, Tensor | None] = {
+        "packed": empty((groups * GROUP // (4 if wide else 8), BLOCK, 4), torch.int8 if wide else torch.uint8),
+        "factors": torch.empty(outputs, dtype=torch.float32, device="cpu"),
+        "scales": None if wide else empty((groups, BLOCK), torch.float16),
+        "mins": None if wide else empty((groups, BLOCK), torch.float16),
+    }
+    for first in range(0, outputs, _OUTPUTS):
+        last = min(first + _OUTPUTS, outputs)
+        blocks, factors = slice(first // BLOCK, -(-last // BLOCK)), slice(first, last)
+        parts = (t if t is None else t[factors if name == "factors" else blocks] for name, t in tensors.items())
+        if isinstance(weight, PackedLinear) and weight.kind in FLOATS:
+            floats = weight.packed[blocks]
+        else:
+            ids = torch.arange(first, last, device="cpu")
+            rows = weight.rows(ids) if isinstance(weight, PackedLinear) else weight[first:last]
+            rows = rows if rows.dtype == torch.bfloat16 else rows.float()
+            floats = packed_layout.packed(rows, rows.dtype).contiguous().view(rows.dtype)
+        ops.round_weight(floats, inputs, *parts)
+    tensors["bias"] = None if bias is None else bias.detach().float().contiguous()
+    layer = PackedLinear(tensors, outputs, inputs, f"int{bits}", rounds=rounds)
+    measure_ways(layer.kind, layer.scales is not None, rounds)
+    return layer
+
+
+@torch.no_grad()
 def restored_layer(
     tensors: Mapping[str, Tensor | None], outputs: int, inputs: int, *, rounds: bool = True
 ) -> PackedLinear:
@@ -179,7 +216,7 @@ def restored_layer(
     packed, high = tensors["packed"], tensors.get("high")
     assert packed is not None
     columns = packed.shape[1] * packed_layout.COLUMNS[packed.dtype]
-    if len(packed) != -(-outputs // packed_layout.BLOCK) or not 0 <= columns - inputs < GROUP:
+    if len(packed) != -(-outputs // BLOCK) or not 0 <= columns - inputs < GROUP:
         raise ValueError(f"{list(packed.shape)} is not the packed form of {[outputs, inputs]}")
     integers = {torch.int8: "int8", torch.uint8: "int4"}
     kind = integers.get(packed.dtype) or str(packed.dtype).removeprefix("torch.")
