@@ -6,7 +6,7 @@ from torch import nn
 
 from specdec.kernels import PackedLinear, pack
 from specdec.kernels.ops import ALIKE, FASTEST
-from specdec.models.backends.fused_linear import join_layers
+from specdec.models.backends.fused_layers import join_layers
 from tests.kernels.rounding import to_int4, to_int8
 from tests.kernels.test_kernels import int8_in_groups
 

@@ -16,7 +16,7 @@ from transformers.activations import ACT2FN
 from transformers.models.whisper.modeling_whisper import WhisperAttention, WhisperEncoder, WhisperEncoderLayer
 
 from specdec import kernels
-from specdec.models.backends.fused_linear import join_layers
+from specdec.models.backends.fused_layers import join_layers
 from specdec.models.hf.model_state import runs_other_code
 
 
