@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,14 +15,16 @@ from torch import Tensor, nn
 
 from specdec import kernels
 from specdec.errors import LoadError
-from specdec.models.backends.experts import expert_stacks, router_stacks
+from specdec.models.backends.experts import Stack, expert_stacks, router_stacks
 from specdec.models.backends.packed_layers import replaced, sharing, without_saving
-from specdec.models.gguf.experts import NUMBERS, packed_blocks, packed_numbers, pieces_of_experts
 from specdec.models.gguf.reader import GgufReader, StoredTensor, floats, part_names
 from specdec.models.gguf.tensors import TensorPart, tensor_map
 from specdec.models.hf.load_hook import with_bar
 
 _log = logging.getLogger(__name__)
+_Pieces = list[tuple[TensorPart, StoredTensor]]
+_NUMBERS = {"F64", "F32", "F16", "BF16", "I8", "I16", "I32", "I64"}
+"""Types of tensors that are no blocks."""
 
 
 @torch.no_grad()
@@ -37,14 +40,14 @@ def read_model(reader: GgufReader, config: Any, dtype: torch.dtype, *, packs: bo
     counts = dict.fromkeys(empty, 0)  # how many numbers were read
     layers, rounded_kinds = dict[str, kernels.PackedLinear](), Counter[str]()
     mapped = kernels.Mapped(part_names(reader.path))
-    matrices = pieces_of_experts(model, parts, reader) if packs else {}
+    matrices = _pieces_of_experts(model, parts, reader) if packs else {}
     for name, tensor_parts in with_bar(parts.items(), "Loading weights"):
         for part in tensor_parts:
             if part.parameter not in empty:
                 raise LoadError(f"{reader.path} has the tensor {name}, and the model has no {part.parameter} for it")
             tensor = reader.tensors[name]
             stack, pieces = matrices.get(part.parameter, (None, []))
-            if stack and part is pieces[0][0] and (layer := packed_blocks(stack, pieces, rounds)):
+            if stack and part is pieces[0][0] and (layer := _packed_blocks(stack, pieces, rounds)):
                 layers[part.parameter], counts[part.parameter] = layer, stack.parameter.numel()
             if part.parameter in layers:
                 continue
@@ -58,7 +61,7 @@ def read_model(reader: GgufReader, config: Any, dtype: torch.dtype, *, packs: bo
                     continue
             counts[part.parameter] += _put(model, part, tensor, reader.path)
             if stack and counts[part.parameter] == stack.parameter.numel():
-                layers[part.parameter] = layer = packed_numbers(stack, pieces, rounds)
+                layers[part.parameter] = layer = _packed_numbers(stack, pieces, rounds)
                 rounded_kinds.update([tensor.tensor_type.name] if layer.rounds else ())
                 _set(model, part.parameter, torch.empty_like(stack.parameter, device="meta"))
         mapped.used(reader.tensors[name].data.nbytes)
@@ -100,7 +103,7 @@ def _is_packable(model: Any, part: TensorPart, tensor: StoredTensor) -> bool:
     if not is_layer or leaf != "weight" or tensor.data.ndim != 2 or part.flipped or part.plus or part.place is not None:
         return False
     rows = int(tensor.shape[1]) if part.rows is None else len(part.rows)
-    return owner.weight.shape == (rows, tensor.shape[0]) and tensor.tensor_type.name not in NUMBERS
+    return owner.weight.shape == (rows, tensor.shape[0]) and tensor.tensor_type.name not in _NUMBERS
 
 
 def _packed(tensor: StoredTensor, part: TensorPart, rounds: bool) -> kernels.PackedLinear:
@@ -109,6 +112,44 @@ def _packed(tensor: StoredTensor, part: TensorPart, rounds: bool) -> kernels.Pac
         return kernels.round_weight(converted(tensor, part), 8, rounds=rounds)
     raw = torch.from_numpy(np.asarray(tensor.data))
     return kernels.pack_blocks(raw, kind, int(tensor.shape[0]), order=part.rows, rounds=rounds)
+
+
+def _pieces_of_experts(
+    model: Any, parts: Mapping[str, Sequence[TensorPart]], reader: GgufReader
+) -> dict[str, tuple[Stack, _Pieces]]:
+    """The tensors of each matrix of experts, by parameter; none if all of them are plain numbers."""
+    matrices: dict[str, tuple[Stack, _Pieces]] = {name: (stack, []) for name, stack in expert_stacks(model).items()}
+    for name, tensor_parts in parts.items():
+        for part in tensor_parts:
+            if part.parameter in matrices:
+                matrices[part.parameter][1].append((part, reader.tensors[name]))
+    return {} if all(_kinds(pieces) <= _NUMBERS for _, pieces in matrices.values()) else matrices
+
+
+def _packed_blocks(stack: Stack, pieces: _Pieces, rounds: bool) -> kernels.PackedLinear | None:
+    """The matrices over a file's blocks; None for blocks of several kinds, or of one that is not packed."""
+    kind, *further_kinds = _kinds(pieces)
+    sizes = {(len(tensor.data), tensor.shape[0]) for _, tensor in pieces}
+    is_whole = sizes == {(stack.count, stack.inputs)} and sum(t.data.shape[1] for _, t in pieces) == stack.rows
+    if further_kinds or not is_whole or kind not in (kernels.BLOCKS if rounds else kernels.IN_FLOATS):
+        return None
+    raw, row, begin = list[Tensor](), torch.empty(stack.rows, dtype=torch.long), 0
+    for part, tensor in pieces:  # for each expert, their rows lie one behind the other
+        raw.append(torch.from_numpy(np.asarray(tensor.data)))
+        row[part.place or slice(None)] = torch.arange(begin, begin := begin + raw[-1].shape[1])
+    order = (torch.arange(stack.count)[:, None] * stack.rows + row).flatten()
+    blocks = (torch.cat(raw, 1) if len(raw) > 1 else raw[0]).flatten(0, 1)
+    return kernels.pack_blocks(blocks, kind, stack.inputs, order=order, rounds=rounds)
+
+
+def _packed_numbers(stack: Stack, pieces: _Pieces, rounds: bool) -> kernels.PackedLinear:
+    """The matrices of a parameter that was read, rounded to 8 bits if the file has fewer."""
+    is_plain = not rounds or _kinds(pieces) <= _NUMBERS
+    return kernels.pack(stack.weight) if is_plain else kernels.round_weight(stack.weight, 8)
+
+
+def _kinds(pieces: _Pieces) -> set[str]:
+    return {tensor.tensor_type.name for _, tensor in pieces}
 
 
 def put_packed(model: Any, layers: dict[str, kernels.PackedLinear]) -> None:
