@@ -33,25 +33,21 @@ _BITS_BELOW = 7  # from a group's largest FP8 to the unit of its integers: its f
 
 @dataclass(frozen=True)
 class Integers:
-    """A weight `[outputs, inputs]`: `(levels - zeros) * scales`, its inputs in `order` `[inputs]` unless it is None.
+    """A weight `[outputs, inputs]`: `(values - zeros) * scales`, its inputs in `order` `[inputs]` unless it is None.
 
-    `levels` uint8 `[outputs, inputs]` from 0 to 2**bits - 1, `scales` and `zeros` `[outputs, groups]`; without zeros,
+    `values` uint8 `[outputs, inputs]` from 0 to 2**bits - 1, `scales` and `zeros` `[outputs, groups]`; without zeros,
     they are half of the range.
     """
 
-    levels: Tensor
+    values: Tensor
     scales: Tensor
     zeros: Tensor | None = None
     bits: int = 4
     order: Tensor | None = None
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.levels.shape)
-
     def quantized(self) -> Quantized:
         """The same numbers as kernels take them; raises ValueError for groups that they do not know."""
-        (outputs, inputs), groups, middle = self.levels.shape, self.scales.shape[1], 1 << (self.bits - 1)
+        (outputs, inputs), groups, middle = self.values.shape, self.scales.shape[1], 1 << (self.bits - 1)
         size = -(-inputs // groups)
         if self.scales.shape[0] != outputs or (groups > 1 and (size % GROUP or inputs % groups)):
             raise ValueError(
@@ -59,7 +55,7 @@ class Integers:
                 f"multiples of {GROUP}"
             )
         wide = self.bits == 8
-        values = (self.levels ^ 128 if wide else self.levels).view(torch.int8)
+        values = (self.values ^ 128 if wide else self.values).view(torch.int8)
         mins = None if self.zeros is None else (middle if wide else 0) - self.zeros.to(torch.int16)
         if mins is not None and bool((mins == (0 if wide else -middle)).all()):
             mins = None
@@ -85,10 +81,6 @@ class Eights:
     scales: Tensor
     size: int
     order = None
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.values.shape)
 
     def quantized(self) -> Quantized:
         """The weight in 8 bits: exact from an eighth of a group's largest power of two on, where all of an output's
@@ -141,7 +133,7 @@ class StoredLayer(nn.Module):
         tensors = {name: parameter.detach() for name, parameter in self.named_parameters()}
         bias = tensors.pop("bias", None)
         stored = read(tensors, self.inputs)
-        shape = stored.shape
+        shape = tuple(stored.values.shape)
         if shape != (self.outputs, self.inputs):
             raise ValueError(f"they are {list(shape)}, and the layer is {[self.outputs, self.inputs]}")
         if packs:
