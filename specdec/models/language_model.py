@@ -427,7 +427,7 @@ class LanguageModel:
         except UnsupportedError:
             return None
         if ragged is not None and self.is_owned:
-            ragged.record()
+            ragged.recorded  # noqa: B018 (it is cached)
         return ragged
 
     def _check_strict(self) -> None:

@@ -55,10 +55,6 @@ class RaggedForward:
         records = self._language.capability.records and not self._runs_other_code
         return record(self.fused) if records else None
 
-    def record(self) -> None:
-        """Records passes now, and not when the first one runs."""
-        self.recorded  # noqa: B018 (it is cached)
-
     @property
     def _runs_other_code(self) -> bool:
         """Whether a caller changed what the model runs, as by hooks, which see all nodes."""
