@@ -1,8 +1,8 @@
 """Private names of transformers and torch that this package needs, one function each, with the reason.
 
 Private names at the heart of one module are used there alone: caches in `recurrent_state` and `buffers`, derived
-positions in `positions`, accelerate's hooks in `device_hooks`, bitsandbytes' layers in
-`quantizers`, Whisper's modules in `whisper`.
+positions in `positions`, accelerate's hooks in `device_hooks`, bitsandbytes' layers in `quantizers`, Whisper's modules
+in `frame_encoder`.
 """
 
 from __future__ import annotations
