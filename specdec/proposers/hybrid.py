@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 
 from specdec.core.budget import Budget
 from specdec.core.draft_schedules.estimates import Acceptance, LinearFit, priced, trusting
-from specdec.core.drafts import Commit, Draft, Proposer, SavedState, SequenceView, path_limit
+from specdec.core.drafts import Commit, Draft, Proposer, SequenceView, path_limit
 from specdec.core.tree import EMPTY, Tree
 from specdec.errors import OptionError
 from specdec.proposers.chains import cut, worthwhile
 from specdec.proposers.copying import TextDraft, TextProposer
-from specdec.proposers.views import WrappedDraft
+from specdec.proposers.views import WrappedDraft, WrappedProposer
 
 if TYPE_CHECKING:
     from specdec.models import Session
@@ -86,11 +86,12 @@ class HybridDraft(WrappedDraft):
         return HybridProposer(self.text.start(vocab_size), self.inner.start(vocab_size), self.text.source, self.odds)
 
 
-class HybridProposer(Proposer):
+class HybridProposer(WrappedProposer):
     """Runs the text draft for all sequences, the model draft for those that prefer it."""
 
     def __init__(self, text: TextProposer, model: Proposer, source: str, odds: Odds) -> None:
-        self._text, self._inner, self._source, self._odds = text, model, source, odds
+        super().__init__(model)
+        self._text, self._source, self._odds = text, source, odds
         self._ended: float | None = None
         self._last: dict[int, tuple[int, Tree | None, Tree]] = {}  # lengths of texts, the model's trees, the copies
         self._copies: dict[int, Tree] = {}  # this round's, until they are proposed
@@ -129,12 +130,9 @@ class HybridProposer(Proposer):
         self._last.pop(seq.id, None)  # it proposes nothing in this round
         return self._text.after(seq, tail, limit)
 
-    def unread(self, seq: SequenceView) -> int:
-        return self._inner.unread(seq)
-
     def read(self, seqs: Sequence[SequenceView], most: int) -> None:
         began, count = perf_counter(), sum(min(most, self._inner.unread(seq)) for seq in seqs)
-        self._inner.read(seqs, most)
+        super().read(seqs, most)
         self._odds.reading = _fading(self._odds.reading, (perf_counter() - began) / max(count, 1))
 
     def _learn(self, seqs: Sequence[SequenceView]) -> None:
@@ -160,12 +158,6 @@ class HybridProposer(Proposer):
                 odds.seconds = _RECENT**count * odds.seconds + gap
                 odds.tokens = _RECENT**count * odds.tokens + count
 
-    def fork(self, seq: SequenceView, source: int | SavedState, length: int) -> int:
-        return self._inner.fork(seq, source, length)
-
-    def save(self, seq: SequenceView, length: int) -> SavedState | None:
-        return self._inner.save(seq, length)
-
     def update(self, commits: Sequence[Commit]) -> None:
         """Commits to the model, whose cache holds the sequences' branches whichever draft made the proposal."""
         self._inner.update(commits)
@@ -175,13 +167,10 @@ class HybridProposer(Proposer):
             self._last.pop(seq_id, None)
             self._copied.pop(seq_id, None)
         self._text.drop(seq_ids)
-        self._inner.drop(seq_ids)
+        super().drop(seq_ids)
 
     def share(self, target: Session) -> None:
         self._inner.share(target)
-
-    def bound(self, rows: int, columns: int) -> None:
-        self._inner.bound(rows, columns)
 
     def _costs(self, seq: SequenceView, budget: Budget) -> tuple[float, float]:
         """What the model's pass and a node cost at this place of the text, as `pass_cost` and `node_cost` of a budget.

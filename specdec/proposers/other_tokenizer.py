@@ -6,19 +6,18 @@ A guess is translated through text; a wrong translation is rejected by verificat
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from specdec.core.budget import Budget
-from specdec.core.drafts import Draft, DraftTask, Proposer, SavedState, SequenceView
-from specdec.core.tree import EMPTY, Tree, common_length
+from specdec.core.drafts import Draft, DraftTask, SavedState, SequenceView
+from specdec.core.tree import Tree, common_length
 from specdec.decoding.processors import Processors
 from specdec.decoding.samplers import GreedySampler
 from specdec.proposers.chains import cut, known_tokens
-from specdec.proposers.views import ReadSequence, best_branch
+from specdec.proposers.views import SequenceAs, WrappedProposer, best_branch
 
 _WINDOW = 12  # tokens
 _SLACK = 8  # tokens by which a window may be longer
@@ -34,21 +33,6 @@ def encode(tokenizer: Tokenizer, text: str) -> list[int]:
 def decode_raw(tokenizer: Tokenizer, ids: list[int]) -> str:
     """The text of `ids`, with special tokens and all spaces."""
     return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False) if ids else ""
-
-
-@dataclass(slots=True)
-class DraftSequence(ReadSequence):
-    """A sequence in the draft's tokens, made of the first `outer_length` tokens of `outer`.
-
-    Its `prompt_length` covers the beginning-of-text token alone: the rest may be encoded anew.
-    """
-
-    outer_length: int = 0
-
-    def begins(self, tokens: list[int]) -> bool:
-        """Whether the target's `tokens` begin with those that it was made of."""
-        before = self.outer.tokens
-        return tokens is before or tokens[: self.outer_length] == before[: self.outer_length]
 
 
 class TextBridge(Draft):
@@ -72,39 +56,27 @@ class TextBridge(Draft):
         return TextBridgeProposer(self, vocab_size)
 
 
-class TextBridgeProposer(Proposer):
-    """Encodes new text for the draft, where the last tokens may change, and its guesses for the target."""
+class TextBridgeProposer(WrappedProposer):
+    """Encodes new text for the draft, where the last tokens may change, and its guesses for the target.
+
+    The draft sees the best branch of a search. A view's `prompt_length` covers the beginning-of-text token alone: the
+    rest may be encoded anew.
+    """
 
     def __init__(self, draft: TextBridge, vocab_size: int) -> None:
+        super().__init__(draft.inner.start(len(draft.draft_tokenizer)))
         self._target_tokenizer, self._draft_tokenizer = draft.target_tokenizer, draft.draft_tokenizer
-        self._inner, self._vocab_size = draft.inner.start(len(draft.draft_tokenizer)), vocab_size
-        self._seqs: dict[int, DraftSequence] = {}
+        self._vocab_size = vocab_size
+        self._seqs: dict[int, SequenceAs] = {}
 
     def propose(self, seqs: Sequence[SequenceView], budgets: Sequence[Budget]) -> list[Tree]:
-        if not any(budget.limit > 0 for budget in budgets):
-            return [EMPTY] * len(seqs)
-        with self._kept_whole(seqs):
-            seqs = [best_branch(seq) for seq in seqs]
-            read = [self._view(seq) for seq in seqs]
-            guesses = self._inner.propose(read, budgets)
-            return [self._translate(*parts) for parts in zip(seqs, read, guesses, budgets, strict=True)]
-
-    def begin_round(self, seqs: Sequence[SequenceView], budgets: Sequence[Budget]) -> Collection[int]:
-        if not any(budget.limit > 0 for budget in budgets):
-            return ()
-        with self._kept_whole(seqs):
-            return self._inner.begin_round([self._view(best_branch(seq)) for seq in seqs], budgets)
-
-    def unread(self, seq: SequenceView) -> int:
-        return self._inner.unread(self._view(best_branch(seq)))
-
-    def read(self, seqs: Sequence[SequenceView], most: int) -> None:
-        with self._kept_whole(seqs):
-            self._inner.read([self._view(best_branch(seq)) for seq in seqs], most)
+        views = [self._view(seq) for seq in seqs]
+        guesses = self._inner.propose(views, budgets)
+        return [self._translate(*parts) for parts in zip(views, guesses, budgets, strict=True)]
 
     def fork(self, seq: SequenceView, source: int | SavedState, length: int) -> int:
         """Copies what both texts share in the draft's tokens; `length` counts the target's, and is returned."""
-        view = self._view(best_branch(seq))
+        view = self._view(seq)
         if isinstance(source, SavedState):
             tokens, inner = source.state
         else:
@@ -118,35 +90,23 @@ class TextBridgeProposer(Proposer):
         saved = self._inner.save(view, len(view.tokens))
         return None if saved is None else SavedState(length, (view.tokens[: saved.length], saved), saved.bytes)
 
-    @contextmanager
-    def _kept_whole(self, seqs: Sequence[SequenceView]) -> Iterator[None]:
-        """An exception in it drops these sequences, which are read again."""
-        try:
-            yield
-        except BaseException:
-            self.drop([seq.id for seq in seqs])
-            raise
-
     def drop(self, seq_ids: Sequence[int]) -> None:
         for seq_id in seq_ids:
             self._seqs.pop(seq_id, None)
-        self._inner.drop(seq_ids)
+        super().drop(seq_ids)
 
-    def bound(self, rows: int, columns: int) -> None:
-        self._inner.bound(rows, columns)
-
-    def _view(self, seq: SequenceView) -> DraftSequence:
+    def _view(self, seq: SequenceView) -> SequenceAs:
         """The sequence in the draft's tokens, after a BOS token if the draft's tokenizer adds one or `seq` has one."""
-        view = self._seqs.get(seq.id)
-        if view is None or not view.begins(seq.tokens):
+        seq, view = best_branch(seq), self._seqs.get(seq.id)
+        if view is None or not _begins_as(seq.tokens, view.outer.tokens, view.num_read):
             bos, target_bos = self._draft_tokenizer.bos_token_id, self._target_tokenizer.bos_token_id
             has_bos = target_bos is not None and seq.tokens[:1] == [target_bos]
             opening = [bos] if bos is not None and (has_bos or self._draft_tokenizer.encode("")[:1] == [bos]) else []
-            view = DraftSequence(seq.id, opening, len(opening), self._task(seq), seq, outer_length=int(has_bos))
-            view.encoding = seq.encoding
+            texts = {"tokens": opening, "prompt_length": len(opening), "encoder_tokens": None, "prediction": None}
+            view = SequenceAs(seq, **texts, task=self._task(seq), num_read=int(has_bos))
             self._seqs[seq.id] = view
-        view.outer, view.remaining = seq, seq.remaining
-        self._extend(seq, view)
+        view.outer = seq
+        self._extend(view)
         return view
 
     def _task(self, seq: SequenceView) -> DraftTask:
@@ -154,12 +114,12 @@ class TextBridgeProposer(Proposer):
         end, likeliest = self._draft_tokenizer.eos_token_id, GreedySampler(Processors(), branches=0)
         return replace(seq.task, sampler=likeliest, ends=frozenset(() if end is None else (end,)))
 
-    def _extend(self, seq: SequenceView, view: DraftSequence) -> None:
+    def _extend(self, view: SequenceAs) -> None:
         """Adds the text up to its last complete character; the draft's list of tokens stays if it only grows."""
-        length = view.outer_length
-        context = seq.tokens[max(0, length - _WINDOW) : length]
-        before, text, count = _complete(self._target_tokenizer, context, seq.tokens[length:], _LONGEST_CHARACTER)
-        view.outer_length += count
+        length, whole = view.num_read, view.outer.tokens
+        context = whole[max(0, length - _WINDOW) : length]
+        before, text, count = _complete(self._target_tokenizer, context, whole[length:], _LONGEST_CHARACTER)
+        view.num_read += count
         if new := text[len(before) :]:
             start, text = window(self._draft_tokenizer, view.tokens, view.prompt_length)
             tokens, old = encode(self._draft_tokenizer, text + new), view.tokens[start:]
@@ -168,16 +128,16 @@ class TextBridgeProposer(Proposer):
             else:
                 view.tokens = view.tokens[:start] + tokens
 
-    def _translate(self, seq: SequenceView, view: DraftSequence, guess: Tree, budget: Budget) -> Tree:
+    def _translate(self, view: SequenceAs, guess: Tree, budget: Budget) -> Tree:
         """The draft's guess in the target's tokens."""
-        ids, end = guess.tokens, self._draft_tokenizer.eos_token_id
+        seq, ids, end = view.outer, guess.tokens, self._draft_tokenizer.eos_token_id
         ended = end in ids
         if ended:
             ids = ids[: ids.index(end)]
         context = view.tokens[max(view.prompt_length, len(view.tokens) - _WINDOW) :]
         before, text, _ = _complete(self._draft_tokenizer, context, ids, len(ids))
         new = text[len(before) :] if text.startswith(before) else ""
-        tokens = self._continuation(seq.tokens, view.outer_length, new)
+        tokens = self._continuation(seq.tokens, view.num_read, new)
         if ended and self._target_tokenizer.eos_token_id is not None and bool(tokens) == bool(ids):
             tokens = [*tokens, self._target_tokenizer.eos_token_id]
         tokens = known_tokens(tokens, self._vocab_size, seq.task.ends)
@@ -200,6 +160,11 @@ class TextBridgeProposer(Proposer):
             return whole[len(alone) :]
         after = encode(self._target_tokenizer, new)
         return after if decode_raw(self._target_tokenizer, tail + after) == text + new else []
+
+
+def _begins_as(tokens: list[int], others: list[int], length: int) -> bool:
+    """Whether a text begins with the first `length` tokens of another one, or is the same list, which only grows."""
+    return tokens is others or tokens[:length] == others[:length]
 
 
 def window(tokenizer: Tokenizer, ids: list[int], low: int = 0) -> tuple[int, str]:

@@ -3,44 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from specdec.core.budget import Budget
-from specdec.core.drafts import Draft, DraftTask, Proposer, SavedState, SequenceView
+from specdec.core.drafts import Draft, Proposer, SavedState, SequenceView
 from specdec.core.tree import EMPTY, Tree
 
 
-@dataclass(slots=True)
-class ReadSequence:
-    """A text, as a `SequenceView`, for a draft that is given other tokens than the target's sequence `outer` has."""
+class SequenceAs:
+    """The sequence `outer` as a draft sees it: with these `values` in place of its values.
 
-    id: int
-    tokens: list[int]
-    prompt_length: int
-    task: DraftTask
+    `num_read`: of how many tokens of the outer text `tokens` were made, where they follow it.
+    """
+
     outer: SequenceView
-    remaining: int = 2**31
-    encoder_tokens: list[int] | None = None
-    encoding: object | None = None
-    prediction: list[int] | None = None
-    tree: Tree = EMPTY
-    leaves: Sequence[int] = (-1,)
-    leaf_scores: Sequence[float] = (0.0,)
+    tokens: list[int]
+    num_read: int
 
-    def prefix(self, extra: Sequence[int] = ()) -> Tensor:
-        return torch.tensor([[*self.tokens, *extra]])
+    def __init__(self, outer: SequenceView, **values: Any) -> None:
+        vars(self).update(values, outer=outer)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.outer, name)
 
 
 def best_branch(seq: SequenceView) -> SequenceView:
     """The best branch of a search as a text, for drafts that guess for one text; any other sequence as it is."""
     if not seq.tree.tokens:
         return seq
-    tokens, inputs = seq.tokens + branch_tokens(seq, seq.leaves[0]), (seq.encoder_tokens, seq.encoding, seq.prediction)
-    return ReadSequence(seq.id, tokens, seq.prompt_length, seq.task, seq, seq.remaining, *inputs)
+    tokens = seq.tokens + branch_tokens(seq, seq.leaves[0])
+
+    def prefix(extra: Sequence[int] = ()) -> Tensor:
+        return torch.tensor([[*tokens, *extra]])
+
+    return SequenceAs(seq, tokens=tokens, prefix=prefix, tree=EMPTY, leaves=(-1,), leaf_scores=(0.0,))
 
 
 def branch_tokens(seq: SequenceView, leaf: int) -> list[int]:
@@ -71,12 +70,14 @@ class TextAloneDraft(WrappedDraft):
         return TextAloneProposer(self.inner.start(vocab_size), self.places)
 
 
-class TextAloneProposer(Proposer):
-    """A proposer over shorter views of sequences that have pictures."""
+class WrappedProposer(Proposer):
+    """Has the proposer `inner` guess, for sequences as `_view` shows them."""
 
-    def __init__(self, proposer: Proposer, places: frozenset[int]) -> None:
-        self._inner, self._places = proposer, places
-        self._views: dict[int, _TextAlone] = {}
+    def __init__(self, inner: Proposer) -> None:
+        self._inner = inner
+
+    def _view(self, seq: SequenceView) -> Any:
+        return seq
 
     def propose(self, seqs: Sequence[SequenceView], budgets: Sequence[Budget]) -> list[Tree]:
         return self._inner.propose([self._view(seq) for seq in seqs], budgets)
@@ -91,43 +92,47 @@ class TextAloneProposer(Proposer):
         self._inner.read([self._view(seq) for seq in seqs], most)
 
     def fork(self, seq: SequenceView, source: int | SavedState, length: int) -> int:
-        """Only texts without pictures, whose tokens have the same numbers in both."""
-        return self._inner.fork(seq, source, length) if seq.task.pictures is None else 0
+        return self._inner.fork(self._view(seq), source, length)
 
     def save(self, seq: SequenceView, length: int) -> SavedState | None:
-        return self._inner.save(seq, length) if seq.task.pictures is None else None
+        return self._inner.save(self._view(seq), length)
 
     def drop(self, seq_ids: Sequence[int]) -> None:
-        for seq_id in seq_ids:
-            self._views.pop(seq_id, None)
         self._inner.drop(seq_ids)
 
     def bound(self, rows: int, columns: int) -> None:
         self._inner.bound(rows, columns)
 
+
+class TextAloneProposer(WrappedProposer):
+    """A proposer over shorter views of sequences that have pictures, without the placeholders `places` in prompts."""
+
+    def __init__(self, inner: Proposer, places: frozenset[int]) -> None:
+        super().__init__(inner)
+        self._places = places
+        self._views: dict[int, SequenceAs] = {}
+
+    def fork(self, seq: SequenceView, source: int | SavedState, length: int) -> int:
+        """Only texts without pictures, whose tokens have the same numbers in both."""
+        return super().fork(seq, source, length) if seq.task.pictures is None else 0
+
+    def save(self, seq: SequenceView, length: int) -> SavedState | None:
+        return super().save(seq, length) if seq.task.pictures is None else None
+
+    def drop(self, seq_ids: Sequence[int]) -> None:
+        for seq_id in seq_ids:
+            self._views.pop(seq_id, None)
+        super().drop(seq_ids)
+
     def _view(self, seq: SequenceView) -> Any:
         if seq.task.pictures is None:
             return seq
         view = self._views.get(seq.id)
-        if view is None or view.source is not seq.tokens:
-            view = self._views[seq.id] = _TextAlone(seq, self._places)
-        view.follow(seq)
+        if view is None or view.whole is not seq.tokens:
+            prompt = [token for token in seq.tokens[: seq.prompt_length] if token not in self._places]
+            texts = {"tokens": prompt, "prompt_length": len(prompt), "whole": seq.tokens}
+            view = self._views[seq.id] = SequenceAs(seq, num_read=seq.prompt_length, **texts)
+        view.outer = seq
+        view.tokens += seq.tokens[view.num_read :]
+        view.num_read = len(seq.tokens)
         return view
-
-
-class _TextAlone:
-    """A sequence without the placeholders in its prompt; what it has beside its tokens is the sequence's."""
-
-    def __init__(self, seq: SequenceView, places: frozenset[int]) -> None:
-        self.source = seq.tokens
-        self.tokens = [token for token in seq.tokens[: seq.prompt_length] if token not in places]
-        self.prompt_length, self._read = len(self.tokens), seq.prompt_length
-
-    def follow(self, seq: SequenceView) -> None:
-        """Takes in the sequence's new tokens."""
-        self._seq = seq
-        self.tokens += seq.tokens[self._read :]
-        self._read = len(seq.tokens)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._seq, name)

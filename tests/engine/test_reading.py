@@ -28,7 +28,6 @@ class Text(FakeSequence):
     """A sequence with what the scheduler asks for."""
 
     num_embeds_only, context, embeds, unconditional = 0, None, None, None
-    __hash__ = object.__hash__
 
     @property
     def text_ids(self) -> list[int]:

@@ -12,13 +12,12 @@ from transformers import RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarp
 
 from specdec.core.budget import Budget
 from specdec.core.drafts import Commit, Draft, DraftTask, Proposer, Sampler, SequenceView
-from specdec.core.tree import Tree
+from specdec.core.tree import EMPTY, Tree
 from specdec.core.work import Logits, Work
 from specdec.decoding.processors import Processors, Timestamps, Top
 from specdec.decoding.processors.builtin import MinLength, Suppress, SuppressAtBegin
 from specdec.decoding.samplers import CoupledSampler, DrawnSampler, GreedySampler
 from specdec.models.protocols import Session
-from specdec.proposers.views import ReadSequence
 
 
 @dataclass(frozen=True)
@@ -91,9 +90,12 @@ class OwnProposer(Draft, Proposer):
         return self
 
 
-class FakeSequence(ReadSequence):
-    def __init__(self, tokens: list[int], id: int = 0, *, prompt_length: int = 1, **more: Any) -> None:
-        super().__init__(id, tokens, prompt_length, more.pop("task", None) or task(), None, **more)  # type: ignore[arg-type]
+class FakeSequence:
+    prompt_length, remaining, tree, leaves, leaf_scores = 1, 2**31, EMPTY, (-1,), (0.0,)
+    encoder_tokens = encoding = prediction = None
+
+    def __init__(self, tokens: list[int], id: int = 0, **values: Any) -> None:
+        vars(self).update({"task": task(), **values}, tokens=tokens, id=id)
 
     def prefix(self, extra: Sequence[int] = ()) -> Tensor:
         return torch.tensor([[*self.tokens, *extra]])
