@@ -125,28 +125,21 @@ class Outcome:
         Of a text, a guess was tested if the strategy took a step at its parent that did not end the text. Of a search,
         the highest confidence of each depth that it reached, and of the next one.
         """
-        proposal = self.out.work.proposal
-        tokens, parents, depth = proposal.tokens, proposal.parents, proposal.depth
-        confidence = proposal.confidence or [1.0] * len(tokens)
+        proposal, depth = self.out.work.proposal, self.out.work.proposal.depth
         if self.seq.is_search:
+            confidence = proposal.confidence or [1.0] * len(proposal)
             levels, best = min(self.accepted + (self.finish is None), depth), [0.0] * depth
             for at, chance in zip(depths_of(proposal.parents), confidence, strict=True):
                 best[at] = max(best[at], chance)
             tested = [(best[i], i < self.accepted) for i in range(levels)]
         else:
-            steps = self.steps[:-1] if self.finish else self.steps
-            accepted, reached = set(self.path), {*[-1, *self.path][: len(steps)]}
-            guesses = parents[: len(parents) - proposal.siblings]
-            nodes = [node for node, parent in enumerate(guesses) if parent in reached]
-            levels = len({parents[node] for node in nodes})
-            tested = [(confidence[node], node in accepted) for node in nodes]
-        prefill = read >= READ_ALONG or not self.seq.prefilled
+            tested, levels = proposal.tested(self.path, len(self.steps) - bool(self.finish))
         return SequenceRound(
             id=self.seq.id,
-            drafted=len(tokens) - proposal.siblings,
+            drafted=len(proposal) - proposal.siblings,
             depth=depth,
             accepted=self.accepted,
-            prefill=prefill,
+            prefill=read >= READ_ALONG or not self.seq.prefilled,
             source=proposal.source,
             tested=tested,
             levels=levels,

@@ -92,17 +92,21 @@ class Tree:
             children.setdefault(key, node)
         return children
 
-    def tested(self, tokens: Sequence[int]) -> tuple[list[tuple[float, bool]], int]:
-        """The confidence of each node that a text reached as it went on with `tokens`, and whether it became text.
+    def follow(self, tokens: Sequence[int]) -> list[int]:
+        """The nodes of a path from the root that has the first of `tokens`, as many as a path has."""
+        children, path, node = self.children(), list[int](), -1
+        for token in tokens:
+            if (node := children.get((node, token), -1)) < 0:
+                break
+            path.append(node)
+        return path
+
+    def tested(self, path: Sequence[int], steps: int) -> tuple[list[tuple[float, bool]], int]:
+        """The confidence of each node that a text reached in `steps` tokens along `path`, and whether it became text.
 
         Besides, on how many levels these nodes lie. Siblings are left out.
         """
-        children, path = self.children(), [-1]
-        for token in tokens:
-            if (node := children.get((path[-1], token))) is None:
-                break
-            path.append(node)
-        reached, sure = {*path[: len(tokens)]}, self.confidence or [1.0] * len(self.tokens)
+        reached, sure = {*[-1, *path][:steps]}, self.confidence or [1.0] * len(self.tokens)
         guesses = self.parents[: len(self) - self.siblings]
         nodes = [node for node, parent in enumerate(guesses) if parent in reached]
         return [(sure[node], node in path) for node in nodes], len({self.parents[node] for node in nodes})

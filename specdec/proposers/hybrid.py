@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from specdec.core.budget import Budget
 from specdec.core.draft_schedules.estimates import Acceptance, LinearFit, priced, trusting
 from specdec.core.drafts import Commit, Draft, Proposer, SequenceView, path_limit
-from specdec.core.tree import EMPTY, Tree
+from specdec.core.tree import EMPTY, Tree, common_length
 from specdec.errors import OptionError
 from specdec.proposers.chains import cut, worthwhile
 from specdec.proposers.copying import TextDraft, TextProposer
@@ -147,13 +147,13 @@ class HybridProposer(WrappedProposer):
         for seq in seqs:
             length, guess, copies = self._last.pop(seq.id, (len(seq.tokens), EMPTY, EMPTY))
             new = seq.tokens[length:]
-            hits, count = sum(hit for _, hit in copies.tested(new)[0]), len(new)
+            hits, count = common_length(copies.tokens, new), len(new)
             odds.copied = _LONG**count * odds.copied + hits
             odds.new = _LONG**count * odds.new + count
             near = _NEAR**count
             self._copied[seq.id] = near * self._copied.get(seq.id, 0.0) + (1 - near) * hits / max(count, 1)
             if guess:
-                odds.acceptance = odds.acceptance.after(*guess.tested(new))
+                odds.acceptance = odds.acceptance.after(*guess.tested(guess.follow(new), count))
             elif guess is None and gap:
                 odds.seconds = _RECENT**count * odds.seconds + gap
                 odds.tokens = _RECENT**count * odds.tokens + count

@@ -85,7 +85,7 @@ def emit(target: str, draft: str, text: str, junk: int = 0, limit: int = 6) -> t
         assert tree.is_chain
         assert all(0 <= token < len(ours) for token in tree.tokens)
         rest = true[len(row.tokens) :]
-        accepted = sum(hit for _, hit in tree.tested(rest[:-1])[0])
+        accepted = len(tree.follow(rest[:-1]))
         follow(session, row, tree.tokens, accepted, rest[accepted])
         passes += 1
     return len(true), passes, oracle
