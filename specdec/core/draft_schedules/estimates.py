@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from specdec.core.budget import Budget
 
@@ -86,16 +86,8 @@ class Acceptance:
         siblings: bool = False,
     ) -> Budget:
         """A budget whose chances are these."""
-        return self.within(
-            Budget(limit, branches, _EDGES, node_cost=node_cost, pass_cost=pass_cost, pace=pace, siblings=siblings)
-        )
-
-    def within(self, budget: Budget) -> Budget:
-        """A budget with the costs of `budget` and these chances; one of a fixed length is unchanged."""
-        if budget.edges is not _EDGES:
-            return budget
-        bases, rates = self.chances
-        return replace(budget, bases=bases, rates=rates, first=self.mean, later=self.later, untested=self.untested)
+        budget = Budget(limit, branches, _EDGES, node_cost=node_cost, pass_cost=pass_cost, pace=pace, siblings=siblings)
+        return adapted(budget, self)
 
     def after(self, tested: Sequence[tuple[float, bool]], levels: float) -> Acceptance:
         """With these (confidence, accepted) guesses of a proposal on `levels` levels; the memory is about 200 long."""
@@ -178,15 +170,20 @@ class LinearFit(NamedTuple):
         return max(seconds, 0.0)  # differences may round below it
 
 
-def trusting(budget: Budget) -> Budget:
-    """A learned budget for guesses whose confidence is their chance; one of a fixed length is unchanged."""
-    return replace(budget, bases=(0.0,) * BINS, rates=(1.0,) * BINS) if budget.edges is _EDGES else budget
+def adapted(budget: Budget, acceptance: Acceptance | None, costs: tuple[float, float] | None = None) -> Budget:
+    """A learned budget for guesses of this acceptance; None: their confidence is their chance.
 
-
-def priced(budget: Budget, pass_cost: float, node_cost: float) -> Budget:
-    """A learned budget with other costs; one of a fixed length, and one whose nodes are free to try, is unchanged."""
-    is_priced = budget.edges is _EDGES and budget.node_cost
-    return replace(budget, pass_cost=pass_cost, node_cost=node_cost) if is_priced else budget
+    `costs`: other costs of a pass and of a node, unless nodes are free to try. One of a fixed length is unchanged.
+    """
+    if budget.edges is not _EDGES:
+        return budget
+    changes: dict[str, Any] = {"bases": (0.0,) * BINS, "rates": (1.0,) * BINS}
+    if acceptance is not None:
+        changes = {"first": acceptance.mean, "later": acceptance.later, "untested": acceptance.untested}
+        changes["bases"], changes["rates"] = acceptance.chances
+    if costs is not None and budget.node_cost:
+        changes["pass_cost"], changes["node_cost"] = costs
+    return replace(budget, **changes)
 
 
 def _bin(confidence: float) -> int:
