@@ -36,6 +36,9 @@ class PrefixIndex(Generic[Owner]):
         self._places: dict[Owner, tuple[Hashable, tuple[bytes, int, Owner]]] = {}
         self._numbers = count(0, -1)
 
+    def __contains__(self, owner: Owner) -> bool:
+        return owner in self._places
+
     def find(self, key: Hashable, ids: Sequence[int]) -> tuple[Owner | None, int]:
         """The owner of the text with the longest common beginning, and its length; (None, 0) if nothing is common."""
         texts, prompt = self._texts.get(key, []), array("i", ids).tobytes()
@@ -72,7 +75,6 @@ class SharedTexts:
     def __init__(self, keys: Mapping[RunningSequence, Hashable]) -> None:
         self._keys = keys
         self._begun: set[RunningSequence] = set()
-        self._unfinished: set[RunningSequence] = set()
         self._read = PrefixIndex[RunningSequence]()
         self._reading = PrefixIndex[RunningSequence]()
 
@@ -81,25 +83,22 @@ class SharedTexts:
 
     def is_reading(self, seq: RunningSequence) -> bool:
         """Whether others may wait for what the sequence reads."""
-        return seq in self._unfinished
+        return seq in self._reading
 
     def begin(self, seq: RunningSequence, ids: Sequence[int]) -> None:
         """A row begins to read `ids`."""
         self._begun.add(seq)
-        self._unfinished.add(seq)
         self._reading.put(seq, self._keys[seq], ids)
 
     def hold(self, seq: RunningSequence, ids: Sequence[int], *, done: bool) -> None:
         """A row has read `ids`; `done`: nobody waits for more."""
         self._read.put(seq, self._keys[seq], ids)
         if done:
-            self._unfinished.discard(seq)
             self._reading.drop(seq)
 
     def drop(self, seq: RunningSequence) -> None:
         """Nobody continues the sequence's text any longer."""
         self._begun.discard(seq)
-        self._unfinished.discard(seq)
         self._read.drop(seq)
         self._reading.drop(seq)
 

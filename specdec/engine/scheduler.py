@@ -50,9 +50,8 @@ class Scheduler:
         # by source: the sequences without a row whose prompts are copies
         self._copies: dict[Hashable, set[RunningSequence]] = defaultdict(set)
         self._texts = SharedTexts(self._keys)
-        self._continued: dict[
-            RunningSequence, int
-        ] = {}  # tokens of saved texts that drafts continue, until they read on
+        # tokens of saved texts that drafts continue, until they read on
+        self._continued: dict[RunningSequence, int] = {}
 
     def add(self, request: Request) -> None:
         """Takes in a request's sequences, whose prompts are to be read."""
@@ -63,10 +62,8 @@ class Scheduler:
         for seq in request.seqs:
             seq.encoding = select(seq.task.encoder_row)
             for row_seq in seq.batch_seqs:
-                if (
-                    row_seq.context is not None and row_seq.context.epoch != self._epoch
-                ):  # made before the model changed
-                    row_seq.context = None
+                if row_seq.context is not None and row_seq.context.epoch != self._epoch:
+                    row_seq.context = None  # made before the model changed
                 self._keys[row_seq] = row_seq.context if self._shares else None
             if not request.traced and seq.embeds is None and seq.unconditional is None:
                 self._copies[seq.task.source].add(seq)
@@ -106,12 +103,8 @@ class Scheduler:
 
     def _together(self, seqs: Sequence[RunningSequence], request: Request, chunk: int) -> list[RunningSequence]:
         """The first of `seqs` that can share a pass, up to `chunk` tokens, of which half may be padding."""
-        alike = [
-            seq
-            for seq in seqs
-            if (self._requests[seq.id].traced, self._requests[seq.id].prefill_chunk)
-            == (request.traced, request.prefill_chunk)
-        ]
+        how, pairs = (request.traced, request.prefill_chunk), [(seq, self._requests[seq.id]) for seq in seqs]
+        alike = [seq for seq, other in pairs if (other.traced, other.prefill_chunk) == how]
         seeing = next((i for i, seq in enumerate(alike) if self.has_unread_pictures(seq)), len(alike))
         if not seeing:
             return alike[:1]  # an error in a pass over pictures is one of its request alone
@@ -134,10 +127,11 @@ class Scheduler:
         """
         if seq.cache_row is not None:
             return True
-        source, length = self._nearest(seq, self._texts, (seq.context, ()), seq.text_ids[:-1])
-        if (other := self._awaited(seq, self._texts, seq.text_ids[:-1], length)) is not None and (
-            self._are_copies(seq, other) or other.max_length - len(other.tokens) > 1  # else it leaves at once
-        ):
+        ids = seq.text_ids[:-1]
+        source, length = self._nearest(seq, self._texts, (seq.context, ()), ids)
+        other = self._awaited(seq, self._texts, ids, length)
+        # Nobody waits for a sequence that leaves after one more token.
+        if other is not None and (self._are_copies(seq, other) or other.max_length - len(other.tokens) > 1):
             return False
         opened = self._drafts.of(seq)
         if length and opened is not None and opened.draft.hidden_layers:
@@ -148,9 +142,9 @@ class Scheduler:
             length = 0  # pictures are read together
         self._place(seq, source, length)
         seq.cached_prompt_tokens = length
-        for other in seq.batch_seqs[1:]:
-            self._place(other, *self._nearest(other, self._texts, (other.context, ()), other.text_ids[:-1]))
-        self._texts.begin(seq, seq.text_ids[:-1])
+        for row_seq in seq.batch_seqs[1:]:
+            self._place(row_seq, *self._nearest(row_seq, self._texts, (row_seq.context, ()), row_seq.text_ids[:-1]))
+        self._texts.begin(seq, ids)
         return True
 
     def unread(self, seq: RunningSequence) -> int:
