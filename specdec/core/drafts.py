@@ -132,19 +132,13 @@ class Sampler(Protocol):
         return 0
 
     def pick(
-        self, seq: SequenceView, guesses: list[int], logits: Tensor, *, confident: bool = True
+        self, seq: SequenceView, guesses: list[int], logits: Tensor, *, confident: bool = True, siblings: bool = False
     ) -> tuple[int, float, Tensor | None]:
         """From draft `logits` `[vocab]` after `guesses`: a token, its probability, and q `[vocab]` if `needs_q`.
 
         Of a search, after its best branch. Unless `confident`, the probability is returned as 1, which saves a sum over
-        the vocabulary. NaN: no guess.
+        the vocabulary. NaN: no guess. With `siblings`, the chances of tokens beside this one `[vocab]` stand for q.
         """
-
-    def likeliest(
-        self, seq: SequenceView, guesses: list[int], logits: Tensor, count: int
-    ) -> Sequence[tuple[int, float]]:
-        """At most `count` tokens that may be proposed beside the one that `pick` returns, and their probabilities."""
-        return ()
 
     def expand(self, seq: SequenceView, ends: Sequence[Branch], logits: Tensor, budget: Budget) -> Level:
         """The new paths from draft `logits` `[ends, vocab]`; of a search, its steps.

@@ -157,21 +157,21 @@ class GreedySampler:
         return None if filters is None else Choice(filters, *self.stream(seq))
 
     def pick(
-        self, seq: SequenceView, guesses: list[int], logits: Tensor, *, confident: bool = True
+        self, seq: SequenceView, guesses: list[int], logits: Tensor, *, confident: bool = True, siblings: bool = False
     ) -> tuple[int, float, Tensor | None]:
         scores = process(self.processors, seq, guesses, fit(logits, self.width))
         address, first = self.stream(seq)
         key = None if address is None else noise.fold(address, first + len(guesses))
         token, prob = pick_token(scores, key, confident=confident)
-        return token, prob, torch.softmax(scores, dim=-1) if self.needs_q and not math.isnan(prob) else None
+        if math.isnan(prob):
+            return token, prob, None
+        if siblings:
+            return token, prob, self.shares(scores, key, token, prob)
+        return token, prob, torch.softmax(scores, dim=-1) if self.needs_q else None
 
-    def likeliest(
-        self, seq: SequenceView, guesses: list[int], logits: Tensor, count: int
-    ) -> Sequence[tuple[int, float]]:
-        scores = process(self.processors, seq, guesses, fit(logits, self.width))
-        top = scores.softmax(-1).topk(min(count, len(scores)))
-        pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
-        return [(token, chance) for token, chance in pairs if chance > 0]  # processors forbid the others
+    def shares(self, scores: Tensor, key: int | None, guess: int, chance: float) -> Tensor:
+        """The chance of each token `[vocab]` beside the `guess` of this `chance`, from processed `scores` `[vocab]`."""
+        return scores.softmax(-1)
 
     def expand(self, seq: SequenceView, ends: Sequence[Branch], logits: Tensor, budget: Budget) -> Level:
         return likeliest_children(torch.log_softmax(self._process(seq, ends, logits), dim=-1), ends, budget)
@@ -194,19 +194,13 @@ class CoupledSampler(GreedySampler):
     def stream(self, seq: SequenceView) -> tuple[int, int]:
         return noise.key(self.seed, noise.COUPLED), num_generated(seq)
 
-    def likeliest(
-        self, seq: SequenceView, guesses: list[int], logits: Tensor, count: int
-    ) -> Sequence[tuple[int, float]]:
-        """The tokens that the noise favours: beside the guess, they share what it leaves of the probability."""
-        scores = process(self.processors, seq, guesses, fit(logits, self.width))
-        address, first = self.stream(seq)
-        key = noise.fold(address, first + len(guesses))
-        guess, chance = pick_token(scores, key)
+    def shares(self, scores: Tensor, key: int | None, guess: int, chance: float) -> Tensor:
+        """The tokens that the noise favours share what the guess leaves of the probability."""
+        assert key is not None
         top, ids = scores.topk(min(_FAVOURED, len(scores)))
         ids = ids[top.isfinite() & (ids != guess)]
-        sums, order = (scores[ids] + noise.gumbel(key, ids)).sort(descending=True)
-        shares = (1 - chance) * sums.softmax(-1)
-        return [(guess, chance), *zip(ids[order].tolist(), shares.tolist(), strict=True)][:count]
+        shares = (1 - chance) * (scores[ids] + noise.gumbel(key, ids)).softmax(-1)
+        return torch.zeros_like(scores).scatter_(0, ids, shares.to(scores.dtype))
 
     def expand(self, seq: SequenceView, ends: Sequence[Branch], logits: Tensor, budget: Budget) -> Level:
         address = noise.key(self.seed, noise.COUPLED, num_generated(seq) + len(ends[0].tokens))

@@ -96,13 +96,13 @@ class ChainGrowth:
 
     def __init__(self, budget: Budget, limit: int, cached: CachedText, readable: int) -> None:
         self.seq, self.budget, self.limit, self.cached, self._readable = cached.seq, budget, limit, cached, readable
-        self._confident = budget.needs_confidence
         self.tokens: list[int] = []
         self.confidence: list[float] = []
         self.q: list[Tensor] = []
         self.siblings: list[Sequence[tuple[int, float]]] = []  # of each guess, with their probabilities
         sampler = self.seq.task.sampler
         self._num_siblings = SIBLINGS if budget.siblings and sampler.branches and not sampler.needs_q else 0
+        self._how = {"confident": budget.needs_confidence, **({"siblings": True} if self._num_siblings else {})}
         self.gain = 0.0  # what the next pass gains
 
     def first(self) -> Work:
@@ -116,18 +116,23 @@ class ChainGrowth:
         else:
             self.cached.num_text += work.num_text
         seq, task = self.seq, self.seq.task
-        token, confidence, q = task.sampler.pick(seq, self.tokens, logits[-1], confident=self._confident)
+        token, confidence, q = task.sampler.pick(seq, self.tokens, logits[-1], **self._how)
         if not self._guess(token, confidence):
             return None
-        if self._num_siblings:
-            likeliest = task.sampler.likeliest(seq, self.tokens[:-1], logits[-1], self._num_siblings + 1)
-            self.siblings.append([pair for pair in likeliest if pair[0] != token][: self._num_siblings])
-        if q is not None:
+        if q is not None and self._num_siblings:
+            self.siblings.append(self._beside(token, q))
+        elif q is not None:
             self.q.append(q)
         ended = len(self.tokens) >= self.limit or token >= self._readable or token in task.ends
         self.gain = 0.0 if ended else self.budget.gain([self.confidence])
         # The session holds guesses as text too.
         return Work.text(work.row, [token]) if self.gain > 0 else None
+
+    def _beside(self, token: int, q: Tensor) -> list[tuple[int, float]]:
+        """The likeliest tokens of `q` `[vocab]` beside a guess, with their chances; 0 where processors forbid one."""
+        top = q.topk(min(self._num_siblings + 1, len(q)))
+        pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
+        return [pair for pair in pairs if pair[0] != token and pair[1] > 0][: self._num_siblings]
 
     def rule(self, width: int) -> ChainRule | None:
         """The rule for drafting the chain in one call over `width` tokens; None if the sampler cannot state it."""
