@@ -8,7 +8,7 @@ from time import perf_counter
 from typing import Any
 
 from specdec.core.budget import Budget
-from specdec.core.drafts import Proposer, refuse_argument
+from specdec.core.drafts import Proposer
 from specdec.core.tree import Tree
 from specdec.errors import OptionError, UnsupportedError
 from specdec.models import LanguageModel, Session, quantized
@@ -66,10 +66,10 @@ class EarlyExitDraft(SelfDraft):
     @classmethod
     def of(cls, target: LanguageModel, argument: str | None, name: str = "draft") -> EarlyExitDraft:
         """The draft `early_exit:N`; raises OptionError, naming the caller's argument `name`, for any other N."""
-        layers = int(argument) if argument is not None and argument.isdecimal() else 0
+        layers = int(argument or 0)
         if not 1 <= layers < target.num_layers:
             least = f"early_exit:N with N of the target's {target.num_layers} layers, at least 1 and not all"
-            raise OptionError.of(name, least, "early_exit" if argument is None else f"early_exit:{argument}")
+            raise OptionError.of(name, least, f"early_exit:{argument}")
         return cls(target, layers)
 
     def __repr__(self) -> str:
@@ -96,7 +96,6 @@ class QuantizedDraft(SelfDraft):
 
     @classmethod
     def of(cls, target: LanguageModel, argument: str | None, name: str = "draft") -> QuantizedDraft:
-        refuse_argument(argument, name)
         return cls(target)
 
 

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.modeling_layers import MtpModel
 
-from specdec.core.drafts import refuse_argument
 from specdec.errors import UnsupportedError
 from specdec.models.backends.packed_layers import is_plain
 from specdec.models.hf.derived import shallow_copy
@@ -36,7 +35,6 @@ class MtpDraft(HeadDraft):
 
         Raises UnsupportedError for a target without them, LoadError for missing weights.
         """
-        refuse_argument(argument, name)
         source, count = str(target.model.config.name_or_path), getattr(target.config, "num_mtp_layers", None)
         if not count or target.is_encoder_decoder:
             raise UnsupportedError(
