@@ -67,13 +67,6 @@ def drawn_children(tree: Tree, node: int) -> list[tuple[int, Tensor]]:
     return children
 
 
-def residual(p: Tensor, q: Tensor) -> Tensor:
-    """The positive part of p - q, normalised, `[..., vocab]`; p where rounding leaves nothing."""
-    excess = (p - q).clamp_(min=0.0)
-    mass = excess.sum(dim=-1, keepdim=True)
-    return torch.where(mass > 0, excess / mass, p)
-
-
 class Rejection(Coupled):
     """The token rule (arXiv 2211.17192, 2302.01318), with several children per node (arXiv 2305.09781, 2402.12374).
 
@@ -98,7 +91,7 @@ class Rejection(Coupled):
             r = noise.uniform(noise.key(self.seed, noise.ACCEPT, *place, order))
             if r * float(q[token]) < float(p[token]):  # strict: p = 0 never passes; multiplied: q = 0 divides nothing
                 return token
-            log_p = residual(p, q).log()
+            log_p = without_child(1.0, p, q)[1].log()
         return noise.draw(log_p, noise.key(self.seed, noise.DRAW, *place))
 
 
@@ -123,7 +116,10 @@ def child_weight(weight: float, p: Tensor, q: Tensor, token: int) -> float:
 
 
 def without_child(weight: float, p: Tensor, q: Tensor) -> tuple[float, Tensor]:
-    """A node's weight and p after the removal of a child that was drawn from `q`; both `[vocab]`."""
+    """A node's weight and p after the removal of a child that was drawn from `q`; both `[vocab]`.
+
+    p is the positive part of weight * p - q, normalised, or as it was where rounding leaves nothing.
+    """
     excess = (weight * p - q).clamp_(min=0.0)
     mass = float(excess.sum())
     remaining = mass + 1.0 - weight
