@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import torch
@@ -51,15 +50,6 @@ class Summaries:
     """The summaries of several texts, and the statistics of all their calls."""
 
     documents: list[Summary]
-    stats: Stats
-
-
-@dataclass(frozen=True)
-class _Output:
-    """`new[prompt][copy]`: new ids; `starts[prompt]`: the ids before them, which are a prompt or a decoder's start."""
-
-    new: list[list[list[int]]]
-    starts: list[list[int]]
     stats: Stats
 
 
@@ -154,7 +144,12 @@ class Summarizer:
         texts = _check_documents(documents)
         if not isinstance(truncation, bool):
             raise OptionError.of("truncation", "True or False", truncation)
-        _check_call(batch_size, options)
+        check_whole("batch_size", batch_size)
+        if options.get("prediction") is not None:
+            raise OptionError(
+                "`prediction` goes with one prompt, a Summarizer makes its own: call SpecGenerator for it"
+            )
+        refuse_outputs("Summarizer", options)
         plan = self._plan(options, truncation, batch_size)
         if name := next((name for name in ("min_length", "min_new_tokens") if options.get(name)), None):
             for number, length in enumerate(self._count(texts, plan.limit)):
@@ -185,8 +180,8 @@ class Summarizer:
             out = self._decode(pieces, {**plan.arguments, "num_return_sequences": 1}, plan, piece_seeds)
             stats.append(out.stats)
             _log_cuts(out.stats, "summaries of parts", plan.limit)
-            pairs = zip(out.new, out.stats.finish_reasons, strict=True)
-            summaries = iter(_trim(self._text(new[0], plan).strip(), reason) for new, reason in pairs)
+            pairs = ((summary.texts[0].strip(), summary.finish_reasons[0]) for summary in out.documents)
+            summaries = (whole_sentences(text) if reason == "length" else text for text, reason in pairs)
             for d in long:
                 parts_after = self._parts(" ".join(next(summaries) for _ in parts[d]), plan)
                 if len(parts_after) >= len(parts[d]):
@@ -198,22 +193,18 @@ class Summarizer:
                 counts[d].append(len(parts_after))
         out = self._decode([pieces[0] for pieces in parts], plan.arguments, plan, seeds)
         _log_cuts(out.stats, "summaries", plan.limit)
-        reasons = iter(out.stats.finish_reasons)
-        documents = [
-            Summary(
-                [self._text(new, plan) for new in copies],
-                [torch.tensor([*start, *new] if self._target.is_encoder_decoder else new) for new in copies],
-                list(islice(reasons, len(copies))),
-                count,
-            )
-            for copies, start, count in zip(out.new, out.starts, counts, strict=True)
-        ]
+        documents = [replace(summary, parts=count) for summary, count in zip(out.documents, counts, strict=True)]
         return Summaries(documents, total([*stats, out.stats]))
 
-    def _decode(self, texts: list[str], arguments: Mapping[str, Any], plan: _Plan, seeds: list[int] | None) -> _Output:
-        """Decodes `batch_size` texts at a time; `seeds` of all rows, and the call's other `arguments`."""
+    def _decode(
+        self, texts: list[str], arguments: Mapping[str, Any], plan: _Plan, seeds: list[int] | None
+    ) -> Summaries:
+        """Summarises `batch_size` texts at a time, each in one part; `seeds` of all rows, and the call's `arguments`.
+
+        The ids of an encoder-decoder's summaries begin with the decoder's start.
+        """
         prompts = self._ids(texts, plan.limit, plan.room if plan.truncate else None)
-        decoded, starts, stats = list[list[list[int]]](), list[list[int]](), list[Stats]()
+        documents, stats = list[Summary](), list[Stats]()
         rows = len(seeds) // len(prompts) if seeds else 0
         for first in range(0, len(prompts), plan.batch_size):
             batch = prompts[first : first + plan.batch_size]
@@ -222,12 +213,17 @@ class Summarizer:
             assert out.sequences is not None
             assert out.stats is not None
             new = out.new_tokens()
+            start = out.sequences.shape[1] - max(map(len, new)) if self._target.is_encoder_decoder else 0
+            ids = [
+                torch.tensor([*row[:start], *tokens]) for row, tokens in zip(out.sequences.tolist(), new, strict=True)
+            ]
+            summaries = [decode(self._tokenizer, tokens, plan.options.cut_before) for tokens in new]
             copies = len(new) // len(batch)
-            decoded.extend(new[i : i + copies] for i in range(0, len(new), copies))
-            start = out.sequences.shape[1] - max(map(len, new))
-            starts.extend(out.sequences[::copies, :start].tolist())
+            for copy in (slice(i, i + copies) for i in range(0, len(new), copies)):
+                reasons = list(out.stats.finish_reasons[copy])
+                documents.append(Summary(summaries[copy], ids[copy], reasons, [1]))
             stats.append(out.stats)
-        return _Output(decoded, starts, total(stats))
+        return Summaries(documents, total(stats))
 
     def _default_template(self) -> str:
         if not self._target.is_encoder_decoder:
@@ -249,9 +245,6 @@ class Summarizer:
         processor = self.generator.processor
         options = {} if processor else {"tokenizer_kwargs": {"verbose": False}}
         return [chat_ids(chat, self._tokenizer, processor, add_generation_prompt=True, **options) for chat in chats]
-
-    def _text(self, ids: list[int], plan: _Plan) -> str:
-        return decode(self._tokenizer, ids, plan.options.cut_before)
 
     def _plan(self, arguments: dict[str, Any], truncate: bool, batch_size: int) -> _Plan:
         """The call's options; lengths count the summary alone."""
@@ -288,10 +281,6 @@ class Summarizer:
         return parts[:1] if plan.truncate else parts
 
 
-def _trim(text: str, reason: str) -> str:
-    return whole_sentences(text) if reason == "length" else text
-
-
 def _log_cuts(stats: Stats, what: str, limit: int) -> None:
     """Logs how many texts the length limit cut."""
     reasons = stats.finish_reasons
@@ -320,14 +309,6 @@ def _context(target: Any, tokenizer: Any) -> int | None:
     positions = [n for name in _POSITIONS if (n := getattr(config, name, None)) is not None]
     lengths = [*positions[:1], getattr(tokenizer, "model_max_length", None) or _UNKNOWN]
     return min((int(n) for n in lengths if n < _UNKNOWN), default=None)
-
-
-def _check_call(batch_size: int, options: Mapping[str, Any]) -> None:
-    """Raises OptionError for a wrong batch size and for options whose outputs a summarizer does not return."""
-    check_whole("batch_size", batch_size)
-    if options.get("prediction") is not None:
-        raise OptionError("`prediction` goes with one prompt, a Summarizer makes its own: call SpecGenerator for it")
-    refuse_outputs("Summarizer", options)
 
 
 def batch_seeds(options: Options, prompts: int) -> list[int] | None:
