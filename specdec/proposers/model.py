@@ -40,19 +40,15 @@ class ModelDraft(Draft):
     def __init__(
         self, model: LanguageModel, *, source: str = "model", shared_encoder: bool = False, reads_media: bool = False
     ) -> None:
-        self.model, self.reads_media = model, reads_media
-        self.models = (model,)
-        self.source = source
-        self.shared_encoder = shared_encoder
+        self.model, self.models, self.source = model, (model,), source
+        self.shared_encoder, self.reads_media = shared_encoder, reads_media
         self.needs_encoder_inputs = model.is_encoder_decoder and not shared_encoder
 
     def __repr__(self) -> str:
         return f"ModelDraft({self.model!r})"
 
     def start(self, vocab_size: int) -> Proposer:
-        return ModelProposer(
-            self.model, vocab_size, self.source, shared_encoder=self.shared_encoder, reads_media=self.reads_media
-        )
+        return ModelProposer(self, vocab_size)
 
 
 class GrowingProposer(Proposer):
@@ -60,8 +56,8 @@ class GrowingProposer(Proposer):
 
     _session: Session
 
-    def __init__(self, model: Any, vocab_size: int, source: str) -> None:
-        self._model, self._vocab_size, self._source = model, vocab_size, source
+    def __init__(self, draft: Any, vocab_size: int) -> None:
+        self._model, self._source, self._vocab_size = draft.model, draft.source, vocab_size
 
     @abstractmethod
     def _row(self, seq: SequenceView) -> CachedText:
@@ -146,7 +142,7 @@ class GrowingProposer(Proposer):
 
 
 class ModelProposer(GrowingProposer):
-    """Reads texts into a cache of its own; its options are `ModelDraft`'s.
+    """Reads texts into a cache of its own.
 
     A round begins by comparing the cache with the texts. `keeps_guesses`: guesses that became text stay in it. False:
     they are fed again, with the target's hidden states.
@@ -154,11 +150,10 @@ class ModelProposer(GrowingProposer):
 
     keeps_guesses = True
 
-    def __init__(
-        self, model: Any, vocab_size: int, source: str, *, shared_encoder: bool = False, reads_media: bool = False
-    ) -> None:
-        super().__init__(model, vocab_size, source)
-        self._session, self._shared_encoder, self._reads_media = model.session(), shared_encoder, reads_media
+    def __init__(self, draft: Any, vocab_size: int) -> None:
+        super().__init__(draft, vocab_size)
+        self._session = self._model.session()
+        self._shared_encoder, self._reads_media = draft.shared_encoder, draft.reads_media
         self._cached: dict[int, CachedText] = {}
         self._chosen: dict[int, Reader] | None = None  # for this round
         # by id(inputs); the inputs are kept alive, so that the id stays theirs

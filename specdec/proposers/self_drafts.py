@@ -26,7 +26,7 @@ class SelfDraft(ModelDraft):
     is_cached = False
 
     def start(self, vocab_size: int) -> Proposer:
-        return super().start(vocab_size) if self.is_cached else SelfProposer(self.model, vocab_size, self.source)
+        return super().start(vocab_size) if self.is_cached else SelfProposer(self, vocab_size)
 
 
 class SelfProposer(GrowingProposer):

@@ -29,6 +29,7 @@ class HeadDraft(Draft):
     """
 
     guesses_trees = True
+    shared_encoder = reads_media = False
 
     def __init__(self, stage: Stage, *, backend: str = "auto", source: str = "head") -> None:
         self.hidden_layers, self.source = tuple(stage.reads), source
@@ -117,7 +118,7 @@ class HeadProposer(ModelProposer):
     shift: ClassVar[int] = 1
 
     def __init__(self, draft: HeadDraft, vocab_size: int) -> None:
-        super().__init__(draft.model, vocab_size, draft.source)
+        super().__init__(draft, vocab_size)
         self._head = draft
         self._features: dict[int, _Features] = {}
         self._none = torch.zeros(0, draft.stage.width, dtype=draft.stage.dtype, device=draft.model.device)
