@@ -32,9 +32,7 @@ def process(processors: Processors, seq: SequenceView, extra: Sequence[int], log
     """Processed `logits` `[vocab]`, float32, after the sequence's text and `extra`; the input stays as it is."""
     if not processors.items:
         return logits.float()
-    if not processors.reads_ids:
-        return processors(None, logits[None])[0]
-    return processors(seq.prefix(extra), logits[None])[0]
+    return processors(seq.prefix(extra) if processors.reads_ids else None, logits[None])[0]
 
 
 def fit(logits: Tensor, width: int | None) -> Tensor:

@@ -115,11 +115,10 @@ class HybridProposer(WrappedProposer):
         """One tree per sequence, from the draft that promises more; for searches, from the model."""
         if any(seq.id not in self._copies for seq in seqs):
             self.begin_round(seqs, budgets)
-        pairs = list(zip(seqs, budgets, strict=True))
-        drafted = self._drafted([(seq, self._chosen[seq.id]) for seq in seqs if seq.id in self._chosen])
+        drafted = self._drafted([seq for seq in seqs if seq.id in self._chosen])
         trees = [
             self._extended(seq, budget, drafted[seq.id]) if seq.id in drafted else self._copies[seq.id]
-            for seq, budget in pairs
+            for seq, budget in zip(seqs, budgets, strict=True)
         ]
         self._last |= {seq.id: (len(seq.tokens), drafted.get(seq.id), self._copies[seq.id]) for seq in seqs}
         self._copies, self._ended = {}, perf_counter()
@@ -227,14 +226,13 @@ class HybridProposer(WrappedProposer):
             return tree
         return tree.extended(tokens[:count], confidence[:count], f"{tree.source}+{self._source}")
 
-    def _drafted(self, chosen: Sequence[tuple[SequenceView, Budget]]) -> dict[int, Tree]:
+    def _drafted(self, seqs: Sequence[SequenceView]) -> dict[int, Tree]:
         """The model's trees by sequence id."""
-        if not chosen:
+        if not seqs:
             return {}
-        seqs, budgets = [seq for seq, _ in chosen], [budget for _, budget in chosen]
         read = sum(max(self._inner.unread(seq) - 1, 0) for seq in seqs)
         began = perf_counter()
-        trees = self._inner.propose(seqs, budgets)
+        trees = self._inner.propose(seqs, [self._chosen[seq.id] for seq in seqs])
         seconds, levels = perf_counter() - began, max(tree.depth for tree in trees)
         if levels:  # there was one pass for each
             nodes = (read + sum(len(tree) - tree.siblings for tree in trees)) / levels

@@ -95,7 +95,7 @@ class Acceptance:
             return self
         bins = list(self.bins)
         for confidence, came_true in tested:
-            count, accepted, believed = bins[b := _bin(confidence)]
+            count, accepted, believed = bins[b := bisect_right(_EDGES, confidence)]
             bins[b] = count + 1, accepted + came_true, believed + confidence
         hits = [came_true for _, came_true in tested]
         fade = min(1.0, 200 / (self.levels + levels))
@@ -184,7 +184,3 @@ def adapted(budget: Budget, acceptance: Acceptance | None, costs: tuple[float, f
     if costs is not None and budget.node_cost:
         changes["pass_cost"], changes["node_cost"] = costs
     return replace(budget, **changes)
-
-
-def _bin(confidence: float) -> int:
-    return bisect_right(_EDGES, confidence)

@@ -40,8 +40,6 @@ class Processors:
 
     def __call__(self, ids: Tensor | None, logits: Tensor) -> Tensor:
         """`logits` `[n, vocab]` after all processors; `ids` `[n, length]` may be None unless `reads_ids`."""
-        if not self.items:
-            return logits.float()
         scores = logits.float()
         if not self.pure and scores.data_ptr() == logits.data_ptr():
             scores = scores.clone()  # a user's processor may write in place
