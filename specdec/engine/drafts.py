@@ -49,7 +49,7 @@ class Guarded(NamedTuple):
 
 
 Guard = Callable[[Sequence[RunningSequence]], Guarded]
-CatchUp = Callable[["OpenDraft", Sequence[RunningSequence]], set[int]]
+CatchUp = Callable[["OpenDraft", Sequence[RunningSequence]], Mapping[RunningSequence, int]]
 
 
 class OpenDraft(NamedTuple):
@@ -130,27 +130,20 @@ class OpenDrafts:
         if not isinstance(ids, Collection) or not {seq.id for seq in rest}.issuperset(ids):
             kind = type(opened.proposer).__name__
             raise DraftError(f"`{kind}.begin_round` must return ids of the sequences that it got, got {ids!r}")
-        if readers := [seq for seq in rest if seq.id in ids]:
-            waiting = {*ids} - catch_up(opened, readers)
-            proposals |= dict.fromkeys(waiting, EMPTY)
-            rest = {seq: budget for seq, budget in rest.items() if seq.id not in waiting}
+        readers, unread = [seq for seq in rest if seq.id in ids], dict[RunningSequence, int]()
+        if readers:
+            unread |= catch_up(opened, readers)
+            proposals |= {seq.id: EMPTY for seq in readers if seq not in unread}
+            rest = {seq: budget for seq, budget in rest.items() if seq.id not in proposals}
         if rest:
-            reading = [seq for seq in readers if seq in rest]
-            proposals |= self._count(opened, reading, lambda: self._ask(opened.proposer, rest))
+            proposals |= self._ask(opened.proposer, rest)
+        for seq, before in unread.items():
+            self.count(seq, before, opened.proposer.unread(seq))
         return proposals
 
-    def read(self, opened: OpenDraft, seqs: Sequence[RunningSequence], most: int) -> None:
-        """Has a draft read at most `most` more tokens of each of these texts."""
-        self._count(opened, seqs, lambda: opened.proposer.read(seqs, most))
-
-    def _count(self, opened: OpenDraft, seqs: Sequence[RunningSequence], act: Callable[[], Item]) -> Item:
-        """What `act` returns; the tokens that the draft reads in it are added to `num_read`."""
-        unread = [opened.proposer.unread(seq) for seq in seqs]
-        result = act()
-        for seq, before in zip(seqs, unread, strict=True):
-            read = max(before - max(opened.proposer.unread(seq), 1), 0)
-            self.num_read[seq.id] = self.num_read.get(seq.id, 0) + read
-        return result
+    def count(self, seq: RunningSequence, before: int, after: int) -> None:
+        """Adds to `num_read` what a draft has read of a text, by the numbers of tokens that were and are unread."""
+        self.num_read[seq.id] = self.num_read.get(seq.id, 0) + max(before - max(after, 1), 0)
 
     def _forced(self, opened: OpenDraft, seq: RunningSequence, budget: Budget) -> dict[int, Tree]:
         """By its id, what the form of a text forces after it and the draft would copy behind that; {}: ask the draft.

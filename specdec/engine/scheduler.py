@@ -181,10 +181,11 @@ class Scheduler:
         saved, length = self.prefix_cache.find(self.prefix_cache.key_of(opened.draft, seq.context), ids)
         return 0 if saved is None else _forked(opened, seq, saved, length)
 
-    def catch_up(self, opened: OpenDraft, seqs: Sequence[RunningSequence]) -> set[int]:
-        """Reads a chunk of the texts that a draft lacks; returns the ids of sequences for which it can guess.
+    def catch_up(self, opened: OpenDraft, seqs: Sequence[RunningSequence]) -> dict[RunningSequence, int]:
+        """Reads a chunk of the texts that a draft lacks; returns the sequences for which it can guess.
 
-        While the draft can guess for some sequences, it reads the other texts in separate passes, with small chunks.
+        Each is returned with the number of its unread tokens. While the draft can guess for some sequences, it reads
+        the other texts in separate passes, with small chunks.
         """
         proposer, texts = opened.proposer, opened.texts
         leaders = self._begin(opened, seqs)
@@ -196,16 +197,18 @@ class Scheduler:
         behind = [(seq, count - 1) for seq, count in unread.items() if count > (1 if seq in leaders else most)]
         if behind:
             batch = _batch(behind, chunk)
-            self._drafts.read(opened, batch, chunk)
+            proposer.read(batch, chunk)
             for seq in batch:
-                unread[seq] = proposer.unread(seq)
+                before, unread[seq] = unread[seq], proposer.unread(seq)
+                self._drafts.count(seq, before, unread[seq])
                 texts.hold(seq, seq.tokens[: max(len(seq.tokens) - unread[seq], 0)], done=unread[seq] <= 1)
             self._begin(opened, seqs)
             unread |= {seq: proposer.unread(seq) for seq in seqs if seq in texts and seq not in unread}
-        for seq, count in unread.items():
-            if count <= most and texts.is_reading(seq):
+        ready = {seq: count for seq, count in unread.items() if count <= most}
+        for seq in ready:
+            if texts.is_reading(seq):
                 texts.hold(seq, seq.tokens[:-1], done=True)
-        return {seq.id for seq, count in unread.items() if count <= most}
+        return ready
 
     def _begin(self, opened: OpenDraft, seqs: Sequence[RunningSequence]) -> set[RunningSequence]:
         """Lets a draft begin with these texts, as far as others have read them; returns those that others wait for."""
