@@ -17,7 +17,7 @@ from specdec.engine.request import Request
 from specdec.errors import DraftError, OptionError
 from specdec.models import LanguageModel, Session
 from specdec.options.fields import is_whole
-from specdec.proposers.chains import chain_per_leaf, known_tokens
+from specdec.proposers.chains import chain_per_leaf, valid_tokens
 from specdec.proposers.function import token_ids
 
 _log = logging.getLogger(__name__)
@@ -157,7 +157,7 @@ class OpenDrafts:
         def guess(tail: list[int]) -> tuple[list[int], list[float]]:
             answers = (forced(seq.tokens + tail) for forced in seq.task.forced)
             chains = [token_ids(answer, seq.remaining, vocab, "`forced` of a processor") for answer in answers]
-            tokens = known_tokens(max(chains, key=len), vocab, seq.task.ends)
+            tokens = valid_tokens(max(chains, key=len), vocab, seq.task.ends)
             if len(tokens) < (1 if opened.draft.instant else _ENOUGH):
                 return [], []
             more, sure = opened.proposer.after(seq, tail + tokens, max(budget.limit - len(tokens), 0))

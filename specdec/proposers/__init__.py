@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import Any
 
 from specdec.options.fields import DRAFT_WORDS
-from specdec.proposers.chains import chain_per_leaf, cut, known_tokens
+from specdec.proposers.chains import chain_per_leaf, cut, valid_tokens
 from specdec.proposers.function import FunctionDraft
 from specdec.proposers.heads.mtp import MtpDraft
 from specdec.proposers.heads.proposer import HeadDraft
@@ -44,5 +44,5 @@ __all__ = [
     "branch_tokens",
     "chain_per_leaf",
     "cut",
-    "known_tokens",
+    "valid_tokens",
 ]

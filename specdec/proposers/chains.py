@@ -42,7 +42,7 @@ def chain_per_leaf(
     return Tree(tokens, parents, confidence, source=source)
 
 
-def known_tokens(tokens: list[int], vocab_size: int, ends: Collection[int]) -> list[int]:
+def valid_tokens(tokens: list[int], vocab_size: int, ends: Collection[int]) -> list[int]:
     """`tokens` before the first outside the target's vocabulary, and no further than the first of `ends`."""
     for i, token in enumerate(tokens):
         if not 0 <= token < vocab_size:

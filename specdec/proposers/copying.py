@@ -11,7 +11,7 @@ from typing import ClassVar, NamedTuple, Protocol
 from specdec.core.budget import Budget
 from specdec.core.drafts import Draft, Proposer, SequenceView
 from specdec.core.tree import Tree
-from specdec.proposers.chains import chain_per_leaf, cut, known_tokens
+from specdec.proposers.chains import chain_per_leaf, cut, valid_tokens
 from specdec.proposers.memory import DEPTH, Memory
 
 SEPARATOR = -1
@@ -167,7 +167,7 @@ class TextProposer(Proposer):
         if remembered is not None:
             tokens, match = remembered.tokens, remembered.match
         calibration = draft.calibration if remembered is None else draft.calibration_of_memory
-        tokens = known_tokens(tokens, self._vocab_size, seq.task.ends)
+        tokens = valid_tokens(tokens, self._vocab_size, seq.task.ends)
         rates = calibration.rates(match, len(tokens))
         if remembered is not None:  # the rate counts like two texts beside those that went on with the token, less one
             rates = [(n - 1 + 2 * rate) / (of + 1) for rate, (n, of) in zip(rates, remembered.counts, strict=False)]

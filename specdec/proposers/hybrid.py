@@ -220,8 +220,8 @@ class HybridProposer(WrappedProposer):
         if room <= 0 or not sure or seq.tree.tokens:
             return tree
         tokens, confidence = self._text.after(seq, tree.tokens[:stem], room)
-        guessing = self._chosen[seq.id]
-        count = len(worthwhile(confidence, adapted(guessing, None), [guessing.chance(one) for one in sure]))
+        budget = self._chosen[seq.id]
+        count = len(worthwhile(confidence, adapted(budget, None), [*map(budget.chance, sure)]))
         if not count:
             return tree
         return tree.extended(tokens[:count], confidence[:count], f"{tree.source}+{self._source}")

@@ -69,7 +69,8 @@ class GrowingProposer(Proposer):
         gains = [budget.gain([[]]) if limit > 0 else 0.0 for budget, limit in zip(budgets, limits, strict=True)]
         if not pays(budgets, gains):
             return []
-        return [one for one, gain in zip(zip(seqs, budgets, limits, strict=True), gains, strict=True) if gain > 0]
+        readers = zip(seqs, budgets, limits, strict=True)
+        return [reader for reader, gain in zip(readers, gains, strict=True) if gain > 0]
 
     def _limit(self, seq: SequenceView, budget: Budget) -> int:
         """The longest chain worth drafting: the target adds one token itself, and the draft's positions may run out."""
@@ -161,7 +162,7 @@ class ModelProposer(GrowingProposer):
 
     def propose(self, seqs: Sequence[SequenceView], budgets: Sequence[Budget]) -> list[Tree]:
         """One tree per sequence; what is unread of a text is read in the pass that makes the first guess."""
-        with self._kept_whole():
+        with self._reset_on_error():
             chosen, self._chosen = self._chosen, None
             if chosen is None:
                 readers = self._readers(seqs, budgets)
@@ -173,8 +174,8 @@ class ModelProposer(GrowingProposer):
 
     def begin_round(self, seqs: Sequence[SequenceView], budgets: Sequence[Budget]) -> Collection[int]:
         """The ids of those whose budgets a draft pass pays, and whose texts the draft has embeddings for."""
-        with self._kept_whole():
-            self._chosen = {one[0].id: one for one in self._readers(seqs, budgets)}
+        with self._reset_on_error():
+            self._chosen = {reader[0].id: reader for reader in self._readers(seqs, budgets)}
         return self._chosen
 
     def unread(self, seq: SequenceView) -> int:
@@ -183,7 +184,7 @@ class ModelProposer(GrowingProposer):
 
     def read(self, seqs: Sequence[SequenceView], most: int) -> None:
         """Pictures are read with the whole prompt up to the last of them."""
-        with self._kept_whole():
+        with self._reset_on_error():
             feeds = []
             for seq in seqs:
                 cached, pictures = self._row(seq), self._unseen(seq)
@@ -198,7 +199,7 @@ class ModelProposer(GrowingProposer):
     def fork(self, seq: SequenceView, source: int | SavedState, length: int) -> int:
         """Copies keys and values, pictures of the prompt all or none."""
         pictures = seq.task.pictures if self._reads_media else None
-        with self._kept_whole():
+        with self._reset_on_error():
             if isinstance(source, SavedState):
                 count = min(length, source.length)
             else:
@@ -219,7 +220,7 @@ class ModelProposer(GrowingProposer):
         stays = self._session.keeps_prefixes and self._model.capability.boundary is None
         if not stays or seq.id not in self._cached:
             return None
-        with self._kept_whole():
+        with self._reset_on_error():
             self._settle([seq])
             count = min(length, self._cached[seq.id].num_text)
             if not count:
@@ -228,7 +229,7 @@ class ModelProposer(GrowingProposer):
         return SavedState(count, prefix, prefix_bytes(prefix))
 
     @contextmanager
-    def _kept_whole(self) -> Iterator[None]:
+    def _reset_on_error(self) -> Iterator[None]:
         """An exception in it leaves an empty cache instead of half a round: the next round reads the texts again."""
         try:
             yield

@@ -16,7 +16,7 @@ from specdec.core.drafts import Draft, DraftTask, SavedState, SequenceView
 from specdec.core.tree import Tree, common_length
 from specdec.decoding.processors import Processors
 from specdec.decoding.samplers import GreedySampler
-from specdec.proposers.chains import cut, known_tokens
+from specdec.proposers.chains import cut, valid_tokens
 from specdec.proposers.views import SequenceAs, WrappedProposer, best_branch
 
 _WINDOW = 12  # tokens
@@ -140,7 +140,7 @@ class TextBridgeProposer(WrappedProposer):
         tokens = self._continuation(seq.tokens, view.num_read, new)
         if ended and self._target_tokenizer.eos_token_id is not None and bool(tokens) == bool(ids):
             tokens = [*tokens, self._target_tokenizer.eos_token_id]
-        tokens = known_tokens(tokens, self._vocab_size, seq.task.ends)
+        tokens = valid_tokens(tokens, self._vocab_size, seq.task.ends)
         chance = math.prod(guess.confidence or [1.0]) ** (1 / max(len(tokens), 1))
         return cut(tokens, [chance] * len(tokens), seq, budget, "bridge" if guess.tokens or guess.source else "")
 

@@ -157,11 +157,11 @@ class Checkpoint:
         if offsets is None:
             raise self.broken(f"it guesses {size} of {target.vocab_size} tokens, but has no `d2t`")
         ids = offsets.long() + torch.arange(len(offsets), device=offsets.device)
-        named = sorted(set(ids.tolist()))
-        if offsets.shape != (size,) or len(named) != size or named[0] < 0 or named[-1] >= target.vocab_size:
+        unique = sorted(set(ids.tolist()))
+        if offsets.shape != (size,) or len(unique) != size or unique[0] < 0 or unique[-1] >= target.vocab_size:
             raise self.broken(f"`d2t` must name {size} different tokens of {target.vocab_size}")
         marks = self.weights.get("t2d")
-        if marks is not None and (len(marks) != target.vocab_size or marks.nonzero()[:, 0].tolist() != named):
+        if marks is not None and (len(marks) != target.vocab_size or marks.nonzero()[:, 0].tolist() != unique):
             raise self.broken("`t2d` contradicts `d2t`")
         return ids.to(target.device)
 
@@ -214,8 +214,8 @@ class Checkpoint:
                     f"target's {target_size}: use a head that was trained for {theirs or kind}"
                 )
         # Two hub ids may be of different models; folders may have any name.
-        ids = [one for one in (name, theirs) if one.count("/") == 1 and not Path(one).exists()]
-        if (kinds and kind not in kinds) or len({one.rpartition("/")[2].lower() for one in ids}) == 2:
+        ids = [path for path in (name, theirs) if path.count("/") == 1 and not Path(path).exists()]
+        if (kinds and kind not in kinds) or len({path.rpartition("/")[2].lower() for path in ids}) == 2:
             raise OptionError(
                 f"`{self.argument}` {self.source!r} was made for {name or kinds[0]!r}, and the target is "
                 f"{theirs or kind!r}: use that target, or if they are the same, correct `verifier` in its config.json"

@@ -31,8 +31,8 @@ def kind_of_config(config: Config) -> str | None:
         return "gemma4"
     names = config.get("architectures")
     for name in names if isinstance(names, list) else ():
-        if (named := re.match(_NAMES, str(name))) is not None:
-            return str(named[1] or named[2]).lower()
+        if (match := re.match(_NAMES, str(name))) is not None:
+            return str(match[1] or match[2]).lower()
     if isinstance(config.get("dflash_config"), Mapping) or config.keys() >= _ASSISTANT:
         return "dflash"
     return "eagle3" if "draft_vocab_size" in config else None
@@ -57,10 +57,10 @@ def _native_eagle(config: Config, weights: Weights) -> tuple[Config, Weights]:
     """EAGLE-3's own form, which SafeAILab, SpecForge and ModelOpt write: one config, and a `midlayer`."""
     read = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
     layers = {"eagle_aux_hidden_state_layer_ids": [layer + 1 for layer in read]} if read else {}
-    named = {
+    stage_weights = {
         re.sub(r"^(model\.)?midlayer\.", "layers.0.", name).removeprefix("model."): t for name, t in weights.items()
     }
-    return {**config, "transformer_layer_config": {"model_type": "llama", **config}, **layers}, named
+    return {**config, "transformer_layer_config": {"model_type": "llama", **config}, **layers}, stage_weights
 
 
 def _block_of_z_lab(config: Config) -> Config:
@@ -80,7 +80,7 @@ def _block_of_z_lab(config: Config) -> Config:
 
 def _block_of_assistant(config: Config, weights: Weights) -> tuple[Config, Weights]:
     """The form of transformers' assistants that guess blocks."""
-    named = {
+    stage_weights = {
         name.removeprefix("encoder.").replace("output_norm_enc.", "hidden_norm."): tensor
         for name, tensor in weights.items()
     }
@@ -90,15 +90,15 @@ def _block_of_assistant(config: Config, weights: Weights) -> tuple[Config, Weigh
         "aux_hidden_state_layer_ids": [layer + 1 for layer in config["target_layer_ids"]],
         "sliding_window_non_causal": True,
         "windows_from_anchor": False,
-    }, named
+    }, stage_weights
 
 
 def _gemma(weights: Weights) -> Weights:
     """An assistant's weights without keys and values, which are stored although its layers use the target's."""
-    named = {
+    stage_weights = {
         name.removeprefix("model."): tensor
         for name, tensor in weights.items()
         if not re.search(r"\.self_attn\.[kv]_(proj|norm)\.", name)
     }
-    tied = {"lm_head.weight": named["embed_tokens.weight"]} if "embed_tokens.weight" in named else {}
-    return {**tied, **named}
+    tied = {"lm_head.weight": stage_weights["embed_tokens.weight"]} if "embed_tokens.weight" in stage_weights else {}
+    return {**tied, **stage_weights}

@@ -62,14 +62,14 @@ class AssistantStage(Stage):
         self.reads = [target.num_layers, *numbers.values()]
         layers = [target.decoder.layers[number] for number in numbers.values()]
         attentions = [layer.self_attn for layer in layers]
-        counts = [whole.num_attention_heads // one.num_key_value_groups for one in attentions]
-        self._sizes = {k: (n, one.head_dim) for k, n, one in zip(numbers, counts, attentions, strict=True)}
+        counts = [whole.num_attention_heads // attention.num_key_value_groups for attention in attentions]
+        self._sizes = {k: (n, attention.head_dim) for k, n, attention in zip(numbers, counts, attentions, strict=True)}
         self._hidden, self._state = text.hidden_size, whole.hidden_size
         self._kv_width = max(sum(2 * n * width for n, width in self._sizes.values()), self._hidden)
         config = LlamaConfig(  # a session's cache holds keys and values of each kind, and positions
             vocab_size=vocab, hidden_size=self._hidden, num_hidden_layers=len(counts) + 1,
             num_attention_heads=text.num_attention_heads, num_key_value_heads=max(counts),
-            head_dim=max(one.head_dim for one in attentions),
+            head_dim=max(attention.head_dim for attention in attentions),
         )  # fmt: skip
         set_attention(config, "sdpa")
         embedding, width = Embedding(target.model.get_input_embeddings(), as_stored=False), self._state + self._kv_width

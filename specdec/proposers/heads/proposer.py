@@ -167,7 +167,7 @@ class HeadProposer(ModelProposer):
         for features in [self._features[seq.id] for seq in seqs]:
             if features.pending:
                 states = [hidden.states for _, _, hidden in features.pending]
-                rows = torch.split(self._head.features(torch.cat(states)), [len(one) for one in states])
+                rows = torch.split(self._head.features(torch.cat(states)), [len(tokens) for tokens in states])
                 for part, (path, num_text, hidden) in zip(rows, features.pending, strict=True):
                     features.add(part, path, num_text, hidden)
                 features.pending = []
@@ -179,7 +179,7 @@ class HeadProposer(ModelProposer):
         if (features := self._features.get(seq_id)) is None:
             return
         seq = features.seq
-        with self._kept_whole():
+        with self._reset_on_error():
             self._take_in([seq])
             while self._can_read(seq) and self._is_continuous(seq) and self._end(seq) > self._cached[seq_id].num_text:
                 self.read([seq], CHUNK)
@@ -198,7 +198,7 @@ class HeadProposer(ModelProposer):
 
     def _run(self, feeds: Sequence[Feed], level: int = 0) -> list[Logits]:
         embeds = self._embeds(feeds, level)
-        fed = [replace(feed.work, embeds=one) for feed, one in zip(feeds, embeds, strict=True)]
+        fed = [replace(feed.work, embeds=inputs) for feed, inputs in zip(feeds, embeds, strict=True)]
         outputs = self._session.run(fed, hidden=True)
         for feed, out in zip(feeds, outputs, strict=True):
             assert out.hidden_states is not None
@@ -221,7 +221,7 @@ class HeadProposer(ModelProposer):
         features, parents = self._features[feed.cached.seq.id], feed.cached.seq.tree.parents
         fresh = sorted(node for node, at in feed.cached.branch_of.items() if at >= feed.work.num_cached)
         before = [features.branches[parents[n]] if parents[n] >= 0 else features.text[-1] for n in fresh]
-        return torch.cat([self._text(feed, feed.work.num_text), *(one[None] for one in before)])
+        return torch.cat([self._text(feed, feed.work.num_text), *(feature[None] for feature in before)])
 
     def _text(self, feed: Feed, count: int) -> Tensor:
         """The target's features for the next `count` tokens of text; tokens before the first feature get zeros."""
