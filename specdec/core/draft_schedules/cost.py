@@ -144,11 +144,12 @@ class Cost:
         if self.branches or not self.widest or limit <= 1 or not self._nodes_are_cheap:
             branches = self.branches or (1 if self.widest else None)
             siblings = (self.widest or 0) > SIBLINGS and not self.branches and node_cost > 0
-            return self.acceptance.budget(limit, pass_cost, node_cost, branches, pace, siblings=siblings)
+            return self.acceptance.budget(limit, pass_cost, node_cost, branches, pace=pace, siblings=siblings)
         # The cost of a wide pass is unknown until one was measured, so trees grow step by step.
         nodes = int(_GROWTH * self.seconds.widest_nodes)
         branches = min(self.widest, max(2, nodes // limit))
-        return self.acceptance.budget(min(limit, max(nodes // branches, 4)), pass_cost, node_cost, branches, pace)
+        limit = min(limit, max(nodes // branches, 4))
+        return self.acceptance.budget(limit, pass_cost, node_cost, branches, pace=pace)
 
     @property
     def _nodes_are_cheap(self) -> bool:

@@ -76,17 +76,10 @@ class Acceptance:
         return frozenset(number for number, (tested, _, _) in enumerate(self.bins) if tested < _TRIALS)
 
     def budget(
-        self,
-        limit: int,
-        pass_cost: float,
-        node_cost: float,
-        branches: int | None = None,
-        pace: float = 1.0,
-        *,
-        siblings: bool = False,
+        self, limit: int, pass_cost: float, node_cost: float, branches: int | None = None, **others: Any
     ) -> Budget:
-        """A budget whose chances are these."""
-        budget = Budget(limit, branches, _EDGES, node_cost=node_cost, pass_cost=pass_cost, pace=pace, siblings=siblings)
+        """A budget whose chances are these, with these `others` of a budget's fields."""
+        budget = Budget(limit, branches, _EDGES, node_cost=node_cost, pass_cost=pass_cost, **others)
         return adapted(budget, self)
 
     def after(self, tested: Sequence[tuple[float, bool]], levels: float) -> Acceptance:
