@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import Any
 
 from specdec.options.fields import DRAFT_WORDS
-from specdec.proposers.chains import chain_per_leaf, cut, valid_tokens
+from specdec.proposers.chains import cut
 from specdec.proposers.function import FunctionDraft
 from specdec.proposers.heads.mtp import MtpDraft
 from specdec.proposers.heads.proposer import HeadDraft
@@ -20,7 +20,7 @@ from specdec.proposers.ngram import NgramDraft
 from specdec.proposers.other_tokenizer import TextBridge
 from specdec.proposers.self_drafts import EarlyExitDraft, QuantizedDraft
 from specdec.proposers.suffix import SuffixDraft
-from specdec.proposers.views import TextAloneDraft, best_branch, branch_tokens
+from specdec.proposers.views import TextAloneDraft, best_branch
 
 DRAFTS: dict[str, Any] = {
     word: getattr(import_module(f"specdec.proposers.{entry.module}"), entry.kind) for word, entry in DRAFT_WORDS.items()
@@ -41,8 +41,5 @@ __all__ = [
     "TextAloneDraft",
     "TextBridge",
     "best_branch",
-    "branch_tokens",
-    "chain_per_leaf",
     "cut",
-    "valid_tokens",
 ]
