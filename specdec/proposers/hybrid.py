@@ -10,7 +10,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 from specdec.core.budget import Budget
-from specdec.core.draft_schedules.estimates import Acceptance, LinearFit, adapted
+from specdec.core.draft_schedules.estimates import Acceptance, LinearFit, adapt_budget
 from specdec.core.drafts import Commit, Draft, Proposer, SequenceView, path_limit
 from specdec.core.tree import EMPTY, Tree, common_length
 from specdec.errors import OptionError
@@ -104,10 +104,10 @@ class HybridProposer(WrappedProposer):
         self._copies, self._chosen = {}, {}
         for seq, budget in zip(seqs, budgets, strict=True):
             costs = self._costs(seq, budget)
-            tree = cut(*self._text.guess(seq, budget.limit), seq, adapted(budget, None, costs), self._source)
+            tree = cut(*self._text.guess(seq, budget.limit), seq, adapt_budget(budget, None, costs), self._source)
             self._copies[seq.id] = tree
             if self._prefers_model(seq, budget, tree, *costs):
-                self._chosen[seq.id] = adapted(budget, self._odds.acceptance, costs)
+                self._chosen[seq.id] = adapt_budget(budget, self._odds.acceptance, costs)
         chosen = [seq for seq in seqs if seq.id in self._chosen]
         return self._inner.begin_round(chosen, [*self._chosen.values()]) if chosen else ()
 
@@ -221,7 +221,7 @@ class HybridProposer(WrappedProposer):
             return tree
         tokens, confidence = self._text.after(seq, tree.tokens[:stem], room)
         budget = self._chosen[seq.id]
-        count = len(worthwhile(confidence, adapted(budget, None), [*map(budget.chance, sure)]))
+        count = len(worthwhile(confidence, adapt_budget(budget, None), [*map(budget.chance, sure)]))
         if not count:
             return tree
         return tree.extended(tokens[:count], confidence[:count], f"{tree.source}+{self._source}")

@@ -80,7 +80,7 @@ class Acceptance:
     ) -> Budget:
         """A budget whose chances are these, with these `others` of a budget's fields."""
         budget = Budget(limit, branches, _EDGES, node_cost=node_cost, pass_cost=pass_cost, **others)
-        return adapted(budget, self)
+        return adapt_budget(budget, self)
 
     def after(self, tested: Sequence[tuple[float, bool]], levels: float) -> Acceptance:
         """With these (confidence, accepted) guesses of a proposal on `levels` levels; the memory is about 200 long."""
@@ -163,7 +163,7 @@ class LinearFit(NamedTuple):
         return max(seconds, 0.0)  # differences may round below it
 
 
-def adapted(budget: Budget, acceptance: Acceptance | None, costs: tuple[float, float] | None = None) -> Budget:
+def adapt_budget(budget: Budget, acceptance: Acceptance | None, costs: tuple[float, float] | None = None) -> Budget:
     """A learned budget for guesses of this acceptance; None: their confidence is their chance.
 
     `costs`: other costs of a pass and of a node, unless nodes are free to try. One of a fixed length is unchanged.
