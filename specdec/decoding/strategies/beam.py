@@ -25,7 +25,6 @@ from specdec.decoding.strategies.beam_scoring import (
     FAR,
     Beams,
     Candidates,
-    Hypothesis,
     Scoring,
     best_totals,
     branches,
@@ -106,8 +105,7 @@ class BeamSearch(Scoring):
         for i, end in enumerate(ends[:beams]):
             if end is not None:
                 beam = pool.extend(candidates, i)
-                score = self._penalize(beam.score, length)
-                hypotheses.append(Hypothesis(beam.tokens, score, beam.origins, end))
+                hypotheses.append(beam._replace(score=self._penalize(beam.score, length), reason=end))
         hypotheses = sorted(hypotheses, key=lambda h: -h.score)[:beams]
         full = len(hypotheses) == beams
         is_judged = full and self.early_stopping != "exhaustive"

@@ -25,21 +25,20 @@ LOOK = 2
 """By default, a level of a draft's tree has this many times as many branches as the search has beams."""
 
 
-class Hypothesis(NamedTuple):
-    """A text that ended: new tokens, score after the length penalty, the beam of every step, finish reason."""
-
-    tokens: tuple[int, ...]
-    score: float
-    origins: tuple[int, ...]
-    reason: str
-
-
 class Beam(NamedTuple):
-    """A live text: new tokens, sum of their processed log-probabilities, the beam that each continued."""
+    """A text: new tokens, sum of their processed log-probabilities, the beam that each continued.
+
+    A text that ended, a hypothesis, has its score after the length penalty, and a finish `reason`.
+    """
 
     tokens: tuple[int, ...] = ()
     score: float = 0.0
     origins: tuple[int, ...] = ()
+    reason: str = ""
+
+    def end(self, reason: str) -> Beam:
+        """The text, ended for this reason."""
+        return self._replace(reason=reason)
 
 
 class Candidates(NamedTuple):
@@ -69,7 +68,7 @@ class BeamPool:
     """
 
     live: tuple[Beam, ...]
-    hypotheses: tuple[Hypothesis, ...] = ()
+    hypotheses: tuple[Beam, ...] = ()
     done: bool = False
     offset: int = 0
     progress: tuple[ConstraintProgress, ...] = ()
@@ -106,7 +105,7 @@ class Beams:
         return tuple(beam for pool in self.pools for beam in pool.live)
 
     @property
-    def finished(self) -> tuple[Hypothesis, ...]:
+    def finished(self) -> tuple[Beam, ...]:
         """The hypotheses of all pools, best first; of equal ones the later first."""
         return tuple(sorted((text for pool in self.pools for text in pool.hypotheses), key=lambda h: h.score)[::-1])
 

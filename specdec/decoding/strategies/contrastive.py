@@ -19,7 +19,7 @@ from specdec.core.strategies import Advance, View
 from specdec.core.tree import Step
 from specdec.decoding.samplers import process
 from specdec.decoding.strategies.base import StrategyBase, StrategySetup
-from specdec.decoding.strategies.beam_scoring import Hypothesis
+from specdec.decoding.strategies.beam_scoring import Beam
 from specdec.options.generate import Options
 
 
@@ -48,9 +48,9 @@ class Contrast:
         return [0.0] * max(len(self.candidates), 1)
 
     @property
-    def finished(self) -> tuple[Hypothesis, ...]:
+    def finished(self) -> tuple[Beam, ...]:
         """The text, as the only hypothesis."""
-        return (Hypothesis(self.tokens, 0.0, (), self.finish or ""),)
+        return (Beam(self.tokens, reason=self.finish or ""),)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)

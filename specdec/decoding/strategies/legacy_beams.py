@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from itertools import count, groupby
 from typing import ClassVar, NamedTuple
 
@@ -24,7 +25,6 @@ from specdec.decoding.strategies.beam_scoring import (
     BeamPool,
     Beams,
     Candidates,
-    Hypothesis,
     Scoring,
     best_totals,
     branches,
@@ -90,7 +90,7 @@ class PoolSearch(Scoring):
                 going.append(rank)
             elif rank < self.size and (not pool.progress or pool.progress[parent].fulfilled):
                 beam = pool.extend(candidates, rank)
-                pool = self._add(pool, beam._replace(tokens=(*beam.tokens[:-1], self.end_id)), "eos")
+                pool = self._add(pool, beam._replace(tokens=(*beam.tokens[:-1], self.end_id)).end("eos"))
             if len(going) == self.size:
                 break
         return going, pool
@@ -104,13 +104,11 @@ class PoolSearch(Scoring):
             done = min(h.score for h in pool.hypotheses) >= bound
         return replace(pool, live=live, done=done)
 
-    def close(self, pool: BeamPool, beams: Iterable[tuple[Beam, str]]) -> BeamPool:
-        """The pool with these `beams` among its hypotheses, each with its finish reason."""
-        for beam, reason in beams:
-            pool = self._add(pool, beam, reason)
-        return pool
+    def close(self, pool: BeamPool, beams: Iterable[Beam]) -> BeamPool:
+        """The pool with these `beams`, which have finish reasons, among its hypotheses."""
+        return reduce(self._add, beams, pool)
 
-    def _add(self, pool: BeamPool, beam: Beam, reason: str) -> BeamPool:
+    def _add(self, pool: BeamPool, beam: Beam) -> BeamPool:
         """The pool with `beam` among its hypotheses, of which it keeps the best `size`."""
         score = beam.score / len(beam.tokens) ** self.length_penalty
         hypotheses = pool.hypotheses
@@ -119,14 +117,14 @@ class PoolSearch(Scoring):
             if not score > hypotheses[worst].score:
                 return pool
             hypotheses = hypotheses[:worst] + hypotheses[worst + 1 :]
-        return replace(pool, hypotheses=(*hypotheses, Hypothesis(beam.tokens, score, beam.origins, reason)))
+        return replace(pool, hypotheses=(*hypotheses, beam._replace(score=score)))
 
     def _after(self, state: Beams, pools: list[BeamPool], ends: list[str | None], ids: Tensor | None) -> Beams:
         """The next state, from the open pools after their step and each beam's finish reason, if it ends here."""
         reasons = [end for end in ends if end is not None]
         if len(reasons) == len(ends):
             pools = [
-                pool if pool.done else self.close(pool, zip(pool.live, reasons[i * self.size :], strict=False))
+                pool if pool.done else self.close(pool, map(Beam.end, pool.live, reasons[i * self.size :]))
                 for i, pool in enumerate(pools)
             ]
         fresh = iter(pools)
@@ -255,9 +253,9 @@ class ConstrainedSearch(PoolSearch):
         progress = tuple(pool.progress[beam].after([token]) for beam, token in steps)
         yield Turn(replace(self.step(pool, best, candidates.scores[0]), progress=progress), best, total)
 
-    def close(self, pool: BeamPool, beams: Iterable[tuple[Beam, str]]) -> BeamPool:
+    def close(self, pool: BeamPool, beams: Iterable[Beam]) -> BeamPool:
         """Adds the beams that fulfil the constraints, and the other beams if too few do."""
-        fulfilled, unfulfilled = list[tuple[Beam, str]](), list[tuple[Beam, str]]()
+        fulfilled, unfulfilled = list[Beam](), list[Beam]()
         for beam, progress in zip(beams, pool.progress, strict=True):
             (fulfilled if progress.fulfilled else unfulfilled).append(beam)
         return super().close(pool, fulfilled + (unfulfilled if len(fulfilled) < self.count else []))
