@@ -1,7 +1,5 @@
 """Every option's processor equals transformers' own, alone and together, padded or not."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
@@ -10,6 +8,7 @@ from transformers.generation import logits_process as stock
 
 from specdec.decoding.processors import Processors, build_processors
 from specdec.errors import OptionError
+from specdec.options.generate import Options
 from tests.versions import wrong_before
 
 VOCAB, EOS = 40, [2, 7]
@@ -49,9 +48,9 @@ def theirs(model, config, prompt, *, padding=0) -> StockList:
 
 
 def ours(config, prompt, *, padding=0, **more) -> Processors:
-    return build_processors(
-        config, prompt_length=prompt.shape[1], padding=padding, eos_ids=EOS, encoder_ids=prompt[:, padding:], **more
-    )
+    fields = {name: value for name in Options.model_fields if (value := getattr(config, name, None)) is not None}
+    setup = {"prompt_length": prompt.shape[1], "padding": padding, "encoder_ids": prompt[:, padding:]}
+    return build_processors(Options(**fields), eos_ids=EOS, **setup, **more)
 
 
 def texts(padding: int, seed: int = 0):
@@ -125,7 +124,7 @@ def test_forced_bos_acts_on_a_single_known_token(model) -> None:
 
 def test_no_options_leave_logits_untouched() -> None:
     """The fast path returns the very tensor."""
-    made = build_processors(GenerationConfig(), prompt_length=3)
+    made = build_processors(Options(), prompt_length=3)
     logits = torch.randn(1, 9)
     assert len(made) == 0
     assert made.pure
@@ -153,7 +152,7 @@ def test_drafts_see_only_known_functions() -> None:
         logits[:, 0] = 9.0
         return logits
 
-    made = build_processors(options(top_k=4, temperature=0.5), prompt_length=1, extra=[own])
+    made = build_processors(Options(do_sample=True, top_k=4, temperature=0.5), prompt_length=1, extra=[own])
     logits = torch.zeros(1, VOCAB)
     assert made(torch.ones(1, 1, dtype=torch.long), logits).argmax() == 0
     assert not logits.any()
@@ -169,7 +168,7 @@ def test_prefix_function_hears_the_number_of_its_row(model) -> None:
         heard.append((row, ids.tolist()))
         return [4, 5]
 
-    made = build_processors(options(), prompt_length=2, prefix_allowed_tokens_fn=allowed, row=3)
+    made = build_processors(Options(), prompt_length=2, prefix_allowed_tokens_fn=allowed, row=3)
     out = made(torch.tensor([[8, 9]]), torch.randn(1, VOCAB))
     assert heard == [(3, [8, 9])]
     assert out.isfinite().nonzero()[:, 1].tolist() == [4, 5]
@@ -179,7 +178,7 @@ def test_prefix_function_hears_the_number_of_its_row(model) -> None:
 @pytest.mark.parametrize("found", [[], None, 4, torch.tensor([], dtype=torch.long), [10**6], [-1], "ab", [1.5]])
 def test_a_prefix_function_that_allows_no_token(found) -> None:
     """It was a bare ValueError, TypeError or IndexError, and -1 was the vocabulary's last token."""
-    made = build_processors(options(), prompt_length=2, prefix_allowed_tokens_fn=lambda row, ids: found, row=3)
+    made = build_processors(Options(), prompt_length=2, prefix_allowed_tokens_fn=lambda row, ids: found, row=3)
     with pytest.raises(
         OptionError, match=r"`prefix_allowed_tokens_fn` must .*row 3, after 2 ids.*return \[eos_token_id\]"
     ):
@@ -188,16 +187,14 @@ def test_a_prefix_function_that_allows_no_token(found) -> None:
 
 def test_integers_pass_for_floats() -> None:
     """`temperature=2` is clear enough, though transformers' warper insists on a float."""
-    made = build_processors(SimpleNamespace(do_sample=True, temperature=2, top_p=None), prompt_length=1)
+    made = build_processors(Options(do_sample=True, temperature=2), prompt_length=1)
     assert torch.equal(made(None, torch.full((1, 4), 3.0)), torch.full((1, 4), 1.5))
 
 
 @pytest.mark.parametrize(
     ("fields", "more", "word"),
     [
-        ({"temperature": -1.0}, {}, "temperature"),
-        ({"top_k": -3}, {}, "top_k"),
-        ({"top_p": -0.1}, {}, "top_p"),
+        ({"do_sample": True, "typical_p": 0.0}, {}, "typical_p"),
         ({"exponential_decay_length_penalty": (1, 1.1)}, {}, "eos_token_id"),
         ({}, {"extra": [lambda ids, logits, third: logits]}, "third"),
         ({}, {"extra": [5]}, "logits_processor"),
@@ -205,13 +202,12 @@ def test_integers_pass_for_floats() -> None:
 )
 def test_bad_values_name_their_option(fields, more, word) -> None:
     """An option that a processor refuses raises an error with its name, before any forward pass."""
-    plain = {"do_sample": True, "top_p": None, "top_k": None, "max_length": 5}
     with pytest.raises(OptionError, match=word):
-        build_processors(SimpleNamespace(**{**plain, **fields}), prompt_length=1, **more)
+        build_processors(Options(**fields), prompt_length=1, **more)
 
 
 def test_two_guidances_contradict() -> None:
     """A guidance processor of the user and `guidance_scale` would guide twice."""
     own = stock.UnbatchedClassifierFreeGuidanceLogitsProcessor(1.5, model=None)
     with pytest.raises(OptionError, match="guidance_scale"):
-        build_processors(options(guidance_scale=1.5), prompt_length=1, extra=[own])
+        build_processors(Options(guidance_scale=1.5), prompt_length=1, extra=[own])

@@ -22,6 +22,7 @@ from specdec.decoding.processors.builtin import MinLength, MinNewTokens, Suppres
 from specdec.decoding.processors.table import ProcessorSetup
 from specdec.decoding.processors.warpers import Top
 from specdec.errors import OptionError
+from specdec.options.generate import Options
 
 Text = list[int]
 
@@ -81,7 +82,7 @@ class Processors:
         return Processors(tuple(filter(_is_pure, self.items)))
 
 
-def build_processors(options: Any, *, extra: Sequence[Any] = (), **fields: Any) -> Processors:
+def build_processors(options: Options, *, extra: Sequence[Any] = (), **fields: Any) -> Processors:
     """The processors of one row, without guidance; `fields`: the other fields of `ProcessorSetup`.
 
     `extra`: the user's processors. Each replaces the processor of its kind that the options make, or else comes after
@@ -93,7 +94,7 @@ def build_processors(options: Any, *, extra: Sequence[Any] = (), **fields: Any) 
         setup = replace(setup, encoder_ids=None)
     _check(options, extra)
     items = _merge(table.build_entries(table.PROCESSORS, setup), extra)
-    if getattr(options, "do_sample", None):
+    if options.samples:
         items += table.build_entries(table.WARPERS, setup)
     return Processors(tuple(items + table.build_entries(table.LAST, setup)))
 
@@ -113,7 +114,7 @@ def _merge(items: list[Any], extra: Sequence[Any]) -> list[Any]:
     return merged
 
 
-def _check(options: Any, extra: Sequence[Any]) -> None:
+def _check(options: Options, extra: Sequence[Any]) -> None:
     """Raises for a user's processor that cannot be called with ids and logits, or would apply guidance twice."""
     for item in extra:
         if not callable(item):
@@ -129,8 +130,7 @@ def _check(options: Any, extra: Sequence[Any]) -> None:
         ]
         if len(required) > 2:
             raise OptionError.of("logits_processor", "callables of (ids, logits)", item, f"bind {required[2:]} first")
-        guides = getattr(options, "guidance_scale", None) not in (None, 1)
-        if guides and type(item) is UnbatchedClassifierFreeGuidanceLogitsProcessor:
+        if options.guidance_scale not in (None, 1) and type(item) is UnbatchedClassifierFreeGuidanceLogitsProcessor:
             raise OptionError("`guidance_scale` and a guidance processor in `logits_processor` contradict: pass one")
 
 

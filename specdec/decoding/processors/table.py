@@ -26,13 +26,14 @@ from specdec.decoding.processors.builtin import (
 )
 from specdec.decoding.processors.warpers import Top
 from specdec.errors import OptionError
+from specdec.options.generate import Options
 
 _COLDEST = 1e-30  # a logit divided by less may be infinite
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessorSetup:
-    """What a row's processors depend on; `options`: an object with `GenerationConfig`'s attribute names.
+    """What a row's processors depend on.
 
     `prompt_length` includes `padding` tokens on the left, which the row's ids lack: lengths mean the same as in
     transformers for the padded row. `encoder_ids` `[1, n]`: the encoder's input (or a decoder-only model's prompt).
@@ -40,7 +41,7 @@ class ProcessorSetup:
     the number of logits, which an encoder's ids may exceed.
     """
 
-    options: Any
+    options: Options
     prompt_length: int
     padding: int = 0
     eos_ids: Sequence[int] = ()
@@ -63,23 +64,12 @@ class ProcessorSetup:
     @property
     def window(self) -> int | None:
         """In how many of the last tokens an n-gram must not be repeated; None: in all."""
-        size: int | None = getattr(self.options, "no_repeat_ngram_window_size", None)
-        return size
+        return self.options.no_repeat_ngram_window_size
 
     @property
     def least(self) -> int:
         """How many tokens a warper must keep: with beams, at least one that ends no text."""
-        return max(len(self.eos_ids), 1) + 1 if (getattr(self.options, "num_beams", None) or 1) > 1 else 1
-
-
-def _number(value: Any) -> Any:
-    """Integers as floats, which transformers insists on (`temperature=2`)."""
-    return float(value) if isinstance(value, int) else value
-
-
-def _warm(temperature: Any) -> Any:
-    """The temperature, or the lowest that leaves logits finite."""
-    return max(_number(temperature), _COLDEST) if temperature > 0 else temperature
+        return max(len(self.eos_ids), 1) + 1 if self.options.num_beams > 1 else 1
 
 
 def _exponential_decay(r: ProcessorSetup, penalty: Any) -> Arguments:
@@ -97,9 +87,9 @@ def _cutoff(r: ProcessorSetup, value: float) -> Arguments:
     return (value, -torch.inf, r.least) if 0.0 < value < 1.0 else None
 
 
-def _top(r: ProcessorSetup, k: int, p: float | None) -> Arguments:
+def _top(r: ProcessorSetup, k: int) -> Arguments:
     """One warper for top-k and top-p; a value without effect is left out."""
-    p = 1.0 if p is None else min(p, 1.0)
+    p = 1.0 if r.options.top_p is None else r.options.top_p
     return (k, p, r.least) if k or p < 1.0 else None
 
 
@@ -112,9 +102,9 @@ PROCESSORS: tuple[Entry, ...] = (
     (
         "encoder_repetition_penalty",
         EncoderPenalty,
-        lambda r, v: None if v == 1.0 or r.encoder_ids is None else (_number(v), r.encoder_ids, r.width),
+        lambda r, v: None if v == 1.0 or r.encoder_ids is None else (v, r.encoder_ids, r.width),
     ),
-    ("repetition_penalty", stock.RepetitionPenaltyLogitsProcessor, lambda r, v: None if v == 1.0 else (_number(v),)),
+    ("repetition_penalty", stock.RepetitionPenaltyLogitsProcessor, lambda r, v: None if v == 1.0 else (v,)),
     ("presence_penalty", OutputPenalty, lambda r, v: (r.unpadded_length, v, 0.0) if v else None),
     ("frequency_penalty", OutputPenalty, lambda r, v: (r.unpadded_length, 0.0, v) if v else None),
     ("no_repeat_ngram_size", stock.NoRepeatNGramLogitsProcessor, lambda r, v: (v,) if v > 0 and not r.window else None),
@@ -143,10 +133,9 @@ PROCESSORS: tuple[Entry, ...] = (
 """Before the user's own. Guidance, which comes first, is part of the strategies."""
 
 WARPERS: tuple[Entry, ...] = (
-    ("temperature", stock.TemperatureLogitsWarper, lambda r, v: (_warm(v),) if v != 1.0 else None),
+    ("temperature", stock.TemperatureLogitsWarper, lambda r, v: (max(v, _COLDEST),) if v != 1.0 else None),
     ("top_h", stock.TopHLogitsWarper, lambda r, v: (v,)),
-    ("top_k", Top, lambda r, v: _top(r, v, r.options.top_p)),
-    ("top_p", Top, lambda r, v: None if r.options.top_k is not None else _top(r, 0, v)),  # see `top_k`
+    ("top_k", Top, _top),
     ("min_p", stock.MinPLogitsWarper, lambda r, v: (v, -torch.inf, r.least)),
     ("typical_p", stock.TypicalLogitsWarper, lambda r, v: (v, -torch.inf, r.least) if v < 1.0 else None),
     ("epsilon_cutoff", stock.EpsilonLogitsWarper, _cutoff),
@@ -183,7 +172,7 @@ def build_entries(entries: Sequence[Entry], setup: ProcessorSetup) -> list[Any]:
     """The processors of the options of `setup`; raises `OptionError`, with the option's name, for a bad value."""
     processors = []
     for name, kind, arguments in entries:
-        value = getattr(setup, name) if name == "prefix_allowed_tokens_fn" else getattr(setup.options, name, None)
+        value = getattr(setup if name == "prefix_allowed_tokens_fn" else setup.options, name)
         if value is None:
             continue
         try:

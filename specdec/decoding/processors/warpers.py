@@ -22,11 +22,7 @@ class Top:
     """
 
     def __init__(self, k: int = 0, p: float = 1.0, min_tokens_to_keep: int = 1) -> None:
-        if not isinstance(k, int) or k < 0:
-            raise ValueError("`top_k` must be a whole number, at least 0")
-        if not 0 <= p <= 1:
-            raise ValueError("`top_p` must be between 0 and 1")
-        self.k, self.p = max(k, min_tokens_to_keep) if k else 0, float(p)
+        self.k, self.p = max(k, min_tokens_to_keep) if k else 0, p
         self.min_tokens_to_keep = min_tokens_to_keep
 
     def __repr__(self) -> str:
