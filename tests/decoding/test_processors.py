@@ -197,7 +197,6 @@ def test_integers_pass_for_floats() -> None:
         ({"do_sample": True, "typical_p": 0.0}, {}, "typical_p"),
         ({"exponential_decay_length_penalty": (1, 1.1)}, {}, "eos_token_id"),
         ({}, {"extra": [lambda ids, logits, third: logits]}, "third"),
-        ({}, {"extra": [5]}, "logits_processor"),
     ],
 )
 def test_bad_values_name_their_option(fields, more, word) -> None:

@@ -117,19 +117,12 @@ def _merge(items: list[Any], extra: Sequence[Any]) -> list[Any]:
 def _check(options: Options, extra: Sequence[Any]) -> None:
     """Raises for a user's processor that cannot be called with ids and logits, or would apply guidance twice."""
     for item in extra:
-        if not callable(item):
-            raise OptionError.of("logits_processor", "callables of (ids, logits)", item)
-        parameters: Any = ()
-        with suppress(ValueError):  # a builtin may have no signature
-            parameters = inspect.signature(item).parameters.values()
-        required = [
-            parameter.name
-            for parameter in parameters
-            if parameter.default is parameter.empty
-            and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-        ]
-        if len(required) > 2:
-            raise OptionError.of("logits_processor", "callables of (ids, logits)", item, f"bind {required[2:]} first")
+        try:
+            with suppress(ValueError):  # a builtin may have no signature
+                inspect.signature(item).bind(None, None)
+        except TypeError as error:
+            way_out = f"bind other arguments first ({error})"
+            raise OptionError.of("logits_processor", "callables of (ids, logits)", item, way_out) from None
         if options.guidance_scale not in (None, 1) and type(item) is UnbatchedClassifierFreeGuidanceLogitsProcessor:
             raise OptionError("`guidance_scale` and a guidance processor in `logits_processor` contradict: pass one")
 
