@@ -9,15 +9,13 @@ from specdec.core.drafts import Draft, Proposer, SequenceView
 from specdec.core.tree import EMPTY, Tree
 
 
-class FormDraft(Draft):
-    """Guesses nothing: the engine proposes the tokens that a form forces."""
+class FormDraft(Draft, Proposer):
+    """Guesses nothing, for any target: the engine proposes the tokens that a form forces."""
 
     instant = True
 
     def start(self, vocab_size: int) -> Proposer:
-        return _Nothing()
+        return self
 
-
-class _Nothing(Proposer):
     def propose(self, seqs: Sequence[SequenceView], budgets: Sequence[Budget]) -> list[Tree]:
         return [EMPTY] * len(seqs)
