@@ -35,6 +35,12 @@ def process(processors: Processors, seq: SequenceView, extra: Sequence[int], log
     return processors(seq.prefix(extra) if processors.reads_ids else None, logits[None])[0]
 
 
+def texts_at(seq: SequenceView, ends: Sequence[Branch]) -> Tensor:
+    """The ids `[ends, length]` of the sequence's text and each of these paths, which have one length."""
+    tails = torch.tensor([end.tokens for end in ends], dtype=torch.long)
+    return torch.cat((seq.prefix().expand(len(ends), -1), tails), dim=1)
+
+
 def fit(logits: Tensor, width: int | None) -> Tensor:
     """`logits` `[..., vocab]`, cropped or padded with -inf to the target's `width`."""
     size = logits.shape[-1]
@@ -176,11 +182,8 @@ class GreedySampler:
 
     def _process(self, seq: SequenceView, ends: Sequence[Branch], logits: Tensor) -> Tensor:
         """Processed draft `logits` `[ends, vocab]`, float32, as wide as the target's."""
-        processors, logits = self.processors, fit(logits, self.width)
-        if not processors.reads_ids:
-            return processors(None, logits)
-        texts = zip(ends, logits, strict=True)
-        return torch.stack([process(processors, seq, end.tokens, row) for end, row in texts])
+        texts = texts_at(seq, ends) if self.processors.reads_ids else None
+        return self.processors(texts, fit(logits, self.width))
 
 
 @dataclass(frozen=True)

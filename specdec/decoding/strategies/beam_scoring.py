@@ -13,7 +13,7 @@ from torch import Tensor
 from specdec.core.budget import Budget
 from specdec.core.drafts import Branch, Level, SequenceView
 from specdec.core.strategies import View
-from specdec.decoding.samplers import GreedySampler, fit
+from specdec.decoding.samplers import GreedySampler, fit, texts_at
 from specdec.decoding.strategies.base import StrategyBase, StrategySetup
 from specdec.decoding.strategies.constraints import ConstraintProgress
 
@@ -197,11 +197,7 @@ class Scoring(StrategyBase):
         drafting = self.processors.drafting
         scores = torch.log_softmax(fit(logits, self.width).float(), dim=-1)
         if len(drafting):
-            texts = None
-            if drafting.reads_ids:
-                text, tails = seq.prefix().expand(len(ends), -1), torch.tensor([end.tokens for end in ends]).long()
-                texts = torch.cat((text, tails), dim=1)
-            scores = drafting(texts, scores)
+            scores = drafting(texts_at(seq, ends) if drafting.reads_ids else None, scores)
         scores[:, list(self.stop.eos_ids)] = -torch.inf
         return scores
 
