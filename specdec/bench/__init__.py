@@ -5,7 +5,7 @@
 | `suite.py`, `parts.py` | the matrix: targets, drafts, modes, strategies, temperatures, schedules, prompts, batches |
 | `prompts.py`, `texts.jsonl` | the package's prompt sets, and files in the formats of Spec-Bench, HumanEval and GSM8K |
 | `runner.py` | measures plain and assisted decoding in turn; resumes a killed run |
-| `systems.py` | generators by target and draft, one measured call, and both sides of `specdec demo` |
+| `systems.py` | generators by target and draft, one measured call |
 | `samples.py` | `samples.jsonl`, and differences from plain decoding's texts |
 | `results.py` | intervals and percentiles; `results.json` and the summary |
 | `tuner.py` | drafts and weights tried within a number of seconds, for `specdec doctor` |

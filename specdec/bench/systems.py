@@ -1,17 +1,14 @@
-"""The generators of a benchmark, which share one target; one measured call; both sides of `specdec demo` in turn."""
+"""The generators of a benchmark, which share one target; one measured call."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
-from statistics import mean
 from time import perf_counter as clock
 from typing import Any
 
 from specdec.bench.machine import peak_memory, reset_peak_memory
 from specdec.bench.parts import Mode
-from specdec.bench.samples import Difference, differences
 from specdec.bench.suite import Cell
 from specdec.generator.drafts_by_name import Drafts, HeadAt, loaded
 from specdec.generator.generation import Generation
@@ -20,8 +17,6 @@ from specdec.generator.memories import MemoryWish
 from specdec.models import packed_weights_unwritten
 from specdec.options import bundled_models
 from specdec.options.load import Loading
-
-_RUNS = 2  # runs of both sides of a duel
 
 
 class Systems:
@@ -108,29 +103,3 @@ def token_gaps(arrivals: Sequence[tuple[float, int]]) -> list[float]:
     for (before, _), (time, count) in pairwise(arrivals):
         gaps += [(time - before) / count] * count
     return gaps
-
-
-@dataclass(frozen=True)
-class Duel:
-    """Plain and assisted runs of one prompt: the outputs of the last runs, mean tokens per second of all runs."""
-
-    plain: Generation
-    assisted: Generation
-    plain_rate: float
-    assisted_rate: float
-    difference: Difference | None
-
-    @property
-    def speedup(self) -> float:
-        return self.assisted_rate / self.plain_rate
-
-
-def duel(assisted: SpecGenerator, plain: SpecGenerator, text: str, **options: Any) -> Duel:
-    """Times both in turn and compares each pair of texts; both have run before."""
-    outs, rates, difference = list[Generation](), list[float](), None
-    for generator in (plain, assisted) * _RUNS:
-        outs.append(generator.generate(text, **options))
-        rates.append(outs[-1].stats.tokens_per_second if outs[-1].stats is not None else 0.0)
-        if generator is assisted:
-            difference = difference or next(differences(*(out.new_tokens() for out in outs[-2:])), None)
-    return Duel(outs[-2], outs[-1], mean(rates[::2]), mean(rates[1::2]), difference)

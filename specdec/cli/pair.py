@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
+from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -17,9 +19,10 @@ from specdec.cli.terminal import MISMATCH, OK, fail, is_quiet, loading, remark
 from specdec.options import bundled_models
 
 if TYPE_CHECKING:
-    from specdec.bench.systems import Duel
+    from specdec.core.stats import Stats
 
 _WIDTH = 40  # characters of the longest bar
+_RUNS = 2  # runs of both, in turn
 _PROMPTS = 12
 HEADING = Style(bold=True)
 PHASES = {"target": ("█", Style(color="blue")), "draft": ("▒", ACCEPTED), "all else": ("░", PROMPT)}
@@ -41,7 +44,7 @@ def demo(
     with loading(f"loading zoo:{pair.name}"):
         from specdec.bench.machine import high_load, waiting_threads
         from specdec.bench.prompts import pick_prompts
-        from specdec.bench.systems import duel
+        from specdec.bench.samples import differences
         from specdec.generator.generator import SpecGenerator
 
         assisted = SpecGenerator.from_pretrained(str(pair.target), str(pair.draft), prefix_cache=False)
@@ -62,27 +65,29 @@ def demo(
         write(out, "■ accepted from the draft  ", ACCEPTED)
         write(out, "■ the target's own\n\n")
     with Console(stderr=True, quiet=is_quiet()).status("measuring both in turn"):
-        result = duel(assisted, plain, text, **options)
-    _show_time(out, result)
-    length = result.assisted.stats.mean_acceptance_length if result.assisted.stats is not None else 1.0
-    rates = f"plain {result.plain_rate:.0f} tokens/s · assisted {result.assisted_rate:.0f} tokens/s"
-    same = f"mean acceptance length {length:.2f} · identical: {'no' if result.difference else 'yes'}"
-    verdict = f"{comparison(result.speedup)}{' on a busy machine' if busy else ''}"
+        outs = [generator.generate(text, **options) for generator in (plain, assisted) * _RUNS]
+    runs = [out.stats for out in outs if out.stats is not None]
+    _show_time(out, dict(zip(("alone", "with draft"), runs[-2:], strict=True)))
+    plain_rate, rate = (mean(stats.tokens_per_second for stats in runs[side::2]) for side in (0, 1))
+    pairs = ((alone.new_tokens(), drafted.new_tokens()) for alone, drafted in zip(outs[::2], outs[1::2], strict=True))
+    difference = next((each for pair in pairs for each in differences(*pair)), None)
+    rates = f"plain {plain_rate:.0f} tokens/s · assisted {rate:.0f} tokens/s"
+    same = f"mean acceptance length {runs[-1].mean_acceptance_length:.2f} · identical: {'no' if difference else 'yes'}"
+    verdict = f"{comparison(rate / plain_rate)}{' on a busy machine' if busy else ''}"
     write(out, f"\n{rates} · {verdict} · {same}\n")
-    if result.difference is None:
+    if difference is None:
         return OK
-    _, position, *tokens = result.difference
+    _, position, *tokens = difference
     wrote = ("nothing" if t is None else f"{t} {assisted.tokenizer.decode([t])!r}" for t in tokens)
     words = ", assisted ".join(wrote)
     return fail(f"error: mismatch at new token {position}: plain wrote {words}", MISMATCH)
 
 
-def _show_time(out: Console, duel: Duel) -> None:
+def _show_time(out: Console, runs: Mapping[str, Stats]) -> None:
     """A bar for plain and for assisted decoding, as long as they took, in phases."""
-    runs = [(name, out.stats) for name, out in (("alone", duel.plain), ("with draft", duel.assisted)) if out.stats]
-    longest = max((stats.seconds for _, stats in runs), default=1.0) or 1.0
+    longest = max(stats.seconds for stats in runs.values()) or 1.0
     write(out, "where the time went\n", HEADING)
-    for name, stats in runs:
+    for name, stats in runs.items():
         write(out, f"  {name:<11}")
         phases = (stats.verify_seconds, stats.draft_seconds, stats.select_seconds + stats.other_seconds)
         for (mark, style), seconds in zip(PHASES.values(), phases, strict=True):

@@ -775,7 +775,7 @@ def test_a_demo_on_a_busy_machine(monkeypatch: pytest.MonkeyPatch, called: Any) 
 
 @pytest.mark.usefixtures("pair")
 def test_a_demo_that_differs_is_a_mismatch(monkeypatch: pytest.MonkeyPatch, called: Any) -> None:
-    monkeypatch.setattr("specdec.bench.systems.differences", lambda plain, assisted: iter([Difference(0, 4, 70, None)]))
+    monkeypatch.setattr("specdec.bench.samples.differences", lambda plain, assisted: iter([Difference(0, 4, 70, None)]))
     monkeypatch.setattr("specdec.bench.machine.waiting_threads", lambda: None)
     out, err = called("demo", "--max-new-tokens", "6", code=3)
     assert "identical: no" in out
