@@ -52,14 +52,6 @@ class Progress:
     new_tokens: int = 0
     seconds: float = 0.0
 
-    @property
-    def rows_per_second(self) -> float:
-        return (self.done - self.before) / self.seconds if self.seconds else 0.0
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.new_tokens / self.seconds if self.seconds else 0.0
-
     def with_failure(self, number: int, data: bytes) -> Progress:
         """The progress with the failure that a line has, if any."""
         if (reason := failure_of(data)) is None:

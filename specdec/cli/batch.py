@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from math import inf
 from pathlib import Path
 from signal import SIGTERM
 from typing import TYPE_CHECKING, Any, Literal
@@ -136,4 +137,5 @@ def make_spec(request: CommandRequest, rows: Source, params: Mapping[str, Any]) 
 
 
 def rates(done: Progress) -> str:
-    return f"{done.rows_per_second:.1f} rows/s, {done.tokens_per_second:.0f} tokens/s"
+    seconds = done.seconds or inf
+    return f"{(done.done - done.before) / seconds:.1f} rows/s, {done.new_tokens / seconds:.0f} tokens/s"

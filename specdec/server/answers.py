@@ -44,10 +44,9 @@ class Answer:
         self._stream_options = request.stream_options or StreamOptions()
         self._id = secrets.token_hex(12) if id is None else id
         self._created = int(time.time()) if created is None else created
-        # Each thread that decodes has a counter with all keys, which `usage` reads from other threads.
-        self._counts = [Counter[str](prompt=0, new=0, cached=0) for _ in request.prompts]
+        self._tokens = Counter[str]()
         self._stats: list[Stats] = []
-        self._deltas = [list[TextDelta]() for _ in range(len(self._counts) * request.n)]  # for each choice
+        self._deltas = [list[TextDelta]() for _ in range(len(request.prompts) * request.n)]  # for each choice
         self._readers: list[CallReader] = []
         if calls:
             assert isinstance(request, ChatRequest)
@@ -74,17 +73,16 @@ class Answer:
 
     def take(self, prompt: int, update: Started | TextDelta | Stats) -> None:
         """Counts an update, and keeps the text of an answer that is one body."""
-        counts = self._counts[prompt]
         if isinstance(update, Started):
-            counts["prompt"] = update.prompt_tokens
+            self._tokens["prompt"] += update.prompt_tokens
             if self._thinking is not None:
                 self._thoughts = [ThinkingReader(self._thinking, thinks=update.thinks) for _ in range(self.request.n)]
         elif isinstance(update, TextDelta):
-            counts["new"] += update.tokens
+            self._tokens["new"] += update.tokens
             if not self.request.stream:
                 self._deltas[prompt * self.request.n + update.row].append(update)
         else:
-            counts["cached"] = cached_tokens(update)
+            self._tokens["cached"] += cached_tokens(update)
             self._stats.append(update)
 
     def whole(self) -> dict[str, Any]:
@@ -122,14 +120,14 @@ class Answer:
         return event(content)
 
     def usage(self) -> dict[str, Any]:
-        counts = sum(self._counts, Counter[str]())
+        tokens = self._tokens
         stats = self.stats if self._details or self.request.prediction is not None else Stats()
         accepted = stats.num_accepted_draft_tokens
         return {
-            "prompt_tokens": counts["prompt"],
-            "completion_tokens": counts["new"],
-            "total_tokens": counts["prompt"] + counts["new"],
-            "prompt_tokens_details": {"cached_tokens": counts["cached"]},
+            "prompt_tokens": tokens["prompt"],
+            "completion_tokens": tokens["new"],
+            "total_tokens": tokens["prompt"] + tokens["new"],
+            "prompt_tokens_details": {"cached_tokens": tokens["cached"]},
             "completion_tokens_details": {
                 "reasoning_tokens": self._thought_tokens,
                 "accepted_prediction_tokens": accepted,
