@@ -85,7 +85,8 @@ def serve(
     if not is_quiet():  # Python's warnings become lines of the log
         warnings.showwarning = lambda message, *_, **__: logging.getLogger("specdec.server").warning("%s", message)
     with loading(f"loading {', '.join(model.name for model in settings.models)}", quiet=silent):
-        models = [load_served(model, settings.limits, settings.share) for model in settings.models]
+        share = 0.5 / len(settings.models)  # of the free memory
+        models = [load_served(model, settings.limits, share) for model in settings.models]
         app = create_app(settings, models)
     run(app, settings)
     return OK

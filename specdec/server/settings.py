@@ -148,11 +148,6 @@ class ServeSettings(_Frozen):
         return self
 
     @property
-    def share(self) -> float:
-        """The default `kv_budget` of each model, as a share of free memory."""
-        return 0.5 / len(self.models)
-
-    @property
     def origin_pattern(self) -> str:
         """A regular expression for the origins, in any case of letters, which matches nothing without them."""
         patterns = (re.escape(origin).replace(r"\*", ".*") for origin in self.origins)

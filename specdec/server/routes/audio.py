@@ -114,10 +114,8 @@ def _transcribe(request: Request, fields: Translation) -> AsyncGenerator[str | T
 
 async def _whole(transcribing: AsyncGenerator[str | Transcription, None]) -> Transcription:
     async with aclosing(transcribing):
-        async for item in transcribing:
-            if isinstance(item, Transcription):
-                return item
-    raise AssertionError("a recording was lost")
+        [transcription] = [item async for item in transcribing if isinstance(item, Transcription)]
+    return transcription
 
 
 async def _events(transcribing: AsyncGenerator[str | Transcription, None]) -> AsyncGenerator[bytes, None]:
