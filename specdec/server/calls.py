@@ -3,51 +3,31 @@
 from __future__ import annotations
 
 import json
-import re
 import secrets
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any
+
+import regex
 
 from specdec.server.messages import Tool
 from specdec.server.tools import LOOSE_FORMS, NAME, CallForm, is_text
 
 _Arguments = tuple[str, int | None]  # as far as they are written, and where they end
+_Match = Any  # a match of regex, which has no types
 
 
 class _Pattern:
-    """How a form is read: white space may differ, and `tools` has the names.
+    """How a form's calls of `tools` go on after their heads; white space may differ."""
 
-    A `loose` form begins at the beginning of a line, and is a call once its arguments are complete.
-    """
-
-    def __init__(self, form: CallForm, tools: Mapping[str, Tool], *, loose: bool) -> None:
-        self.form, self.loose, self._tools = form, loose, tools
-        names = f"(?P<name>{'|'.join(map(re.escape, tools))})"
-        head = rf"{_lenient(form.head).replace(_lenient(NAME), names)}\s*(?={'<' if form.pairs else '{'})"
-        tail, line = _lenient(form.tail), "(?m:^)[ \t]*" if loose else ""
-        self.head = re.compile(rf"{line}{_lenient(form.opening)}\s*{head}")
-        self._next = re.compile(rf"\s*{tail}\s*{_lenient(form.between)}\s*{head}")
-        self._end = re.compile(rf"\s*{tail}" + (rf"\s*{_lenient(form.closing)}" if form.closing else ""))
-        self._tail = re.compile(rf"\s*{tail}")
-        heads = [form.head.replace(NAME, name) for name in tools]
-        self._heads = [_squeezed(form.opening + head) for head in heads]
-        self._tails = [_squeezed(form.tail + rest) for rest in (form.closing, *(form.between + head for head in heads))]
+    def __init__(self, form: CallForm, tools: Mapping[str, Tool]) -> None:
+        self.form, self._tools = form, tools
+        tail, closing = _lenient(form.tail), rf"\s*{_lenient(form.closing)}" if form.closing else ""
+        self._next = _compiled(rf"\s*{tail}\s*{_lenient(form.between)}\s*{_head(form)}", tools)
+        self._end, self._tail = regex.compile(rf"\s*{tail}{closing}"), regex.compile(rf"\s*{tail}")
         if form.pairs is not None:
             before, middle, after = map(_lenient, form.pairs)
             lines = [r"\n?" if form.pairs[1].endswith("\n") else "", r"\n?" if form.pairs[2].startswith("\n") else ""]
-            self._pair = re.compile(rf"\s*{before}(.*?){middle}{lines[0]}(.*?){lines[1]}{after}", re.DOTALL)
-
-    @property
-    def starts(self) -> set[str]:
-        """The first characters of calls."""
-        return {head[0] for head in self._heads}
-
-    def begins(self, text: str, place: int) -> bool:
-        """Whether the rest of the text may begin a call."""
-        if self.loose and text[text.rfind("\n", 0, place) + 1 : place].strip():
-            return False
-        rest = _squeezed(text[place:])
-        return any(head.startswith(rest) for head in self._heads)
+            self._pair = regex.compile(rf"\s*{before}(.*?){middle}{lines[0]}(.*?){lines[1]}{after}", regex.DOTALL)
 
     def arguments(self, text: str, start: int, name: str) -> _Arguments:
         """The JSON of the arguments that begin at `start`."""
@@ -62,14 +42,14 @@ class _Pattern:
         is_whole = self._tail.match(text, end) is not None
         return "{" + ", ".join(written) + ("}" if is_whole else ""), end if is_whole else None
 
-    def after(self, text: str, place: int, *, last: bool) -> tuple[re.Match[str] | None, int | None]:
+    def after(self, text: str, place: int, *, last: bool) -> tuple[_Match | None, int | None]:
         """The next call after arguments that end at `place`, and where the text goes on; None while either may come."""
-        if head := self._next.match(text, place):
+        head, end = (pattern.match(text, place, partial=True) for pattern in (self._next, self._end))
+        if head is not None and not head.partial:
             return head, head.end()
-        if end := self._end.match(text, place):
+        if end is not None and not end.partial:
             return None, end.end()
-        rest = _squeezed(text[place:])
-        if any(tail.startswith(rest) for tail in self._tails):
+        if head is not None or end is not None:
             return None, len(text) if last else None
         tail = self._tail.match(text, place)
         return None, place if tail is None else tail.end()
@@ -82,11 +62,11 @@ class CallReader:
     """
 
     def __init__(self, forms: Sequence[CallForm], tools: Sequence[Tool], *, must: bool, most: int) -> None:
-        by_name = {tool.function.name: tool for tool in tools}
-        patterns = [_Pattern(form, by_name, loose=False) for form in forms if form.mark or must]
-        self._patterns = [*patterns, *(_Pattern(form, by_name, loose=True) for form in LOOSE_FORMS)]
-        starts = "".join(start for pattern in self._patterns for start in pattern.starts)
-        self._starts = re.compile(f"[{re.escape(starts)}]")
+        self._tools = {tool.function.name: tool for tool in tools}
+        readable = [*(form for form in forms if form.mark or must), *LOOSE_FORMS]
+        self._forms = {f"form_{number}": form for number, form in enumerate(readable)}
+        heads = (f"(?P<{key}>{_beginning(form)})" for key, form in self._forms.items())
+        self._heads = _compiled("|".join(heads), self._tools)
         self._must, self._most, self._text, self._at, self._last = must, most, "", 0, False
         self._content, self._deltas = "", list[dict[str, Any]]()
         self._calls = self._end = 0  # calls so far, and where the last one ends
@@ -107,35 +87,27 @@ class CallReader:
                     return
                 yield
             pattern, match = head
-            next_head: re.Match[str] | None = match
+            next_head: _Match | None = match
             while next_head is not None and self._calls < self._most:
                 yield from self._call(pattern, next_head)
                 next_head = yield from self._after(pattern)
 
-    def _head(self) -> tuple[_Pattern, re.Match[str]] | None:
+    def _head(self) -> tuple[_Pattern, _Match] | None:
         """The head of the next call; says the text before it, or as much as surely precedes a call."""
-        text = self._text
-        heads = [(pattern, match) for pattern in self._patterns if (match := pattern.head.search(text, self._at))]
-        if heads:
-            pattern, match = min(heads, key=lambda head: head[1].start())
-            self._emit(match.start(), before_call=True)
-            is_call = self._last or not pattern.loose or _object_end(text, match.end()) is not None
-            return (pattern, match) if is_call else None
-        begin = next(
-            (start.start() for start in self._starts.finditer(text, self._at) if self._candidates(start.start())), None
-        )
-        if begin is None or (self._last and not self._is_call(begin)):
-            self._emit(len(text), before_call=not self._last or self._calls > 0)
-        else:
-            self._emit(begin, before_call=True)
-        return None
-
-    def _candidates(self, place: int) -> list[_Pattern]:
-        return [pattern for pattern in self._patterns if pattern.begins(self._text, place)]
+        match = self._heads.search(self._text, self._at, partial=True)  # the end of a text may begin a call
+        if match.partial and self._last and not self._is_call(match.start()):
+            self._emit(len(self._text), before_call=self._calls > 0)
+            return None
+        self._emit(match.start(), before_call=True)
+        if match.partial:
+            return None
+        form = next(form for key, form in self._forms.items() if match[key] is not None)
+        is_call = self._last or form not in LOOSE_FORMS or _object_end(self._text, match.end()) is not None
+        return (_Pattern(form, self._tools), match) if is_call else None
 
     def _is_call(self, place: int) -> bool:
         """Whether what begins like a call at `place` is nothing else."""
-        has_mark = any(pattern.form.mark in self._text[place:] for pattern in self._candidates(place))
+        has_mark = any(form.mark in self._text[place:] for form in self._forms.values())
         follows_call = self._calls > 0 and not self._text[self._end : place].strip()
         return self._must or has_mark or follows_call
 
@@ -146,7 +118,7 @@ class CallReader:
         self._content += text
         self._at += len(text)
 
-    def _call(self, pattern: _Pattern, head: re.Match[str]) -> Generator[None]:
+    def _call(self, pattern: _Pattern, head: _Match) -> Generator[None]:
         """Reads a call's arguments."""
         index = self._calls
         delta: dict[str, Any] = {"index": index, "id": secrets.token_hex(5)[:9], "type": "function"}  # Mistral's have 9
@@ -167,7 +139,7 @@ class CallReader:
             if end is None:
                 yield
 
-    def _after(self, pattern: _Pattern) -> Generator[None, None, re.Match[str] | None]:
+    def _after(self, pattern: _Pattern) -> Generator[None, None, _Match | None]:
         """Reads what ends a call; returns the head of one that follows in its list."""
         while True:
             head, end = pattern.after(self._text, self._at, last=self._last)
@@ -188,14 +160,29 @@ def whole_calls(deltas: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return calls
 
 
+def _compiled(expression: str, tools: Mapping[str, Tool]) -> Any:
+    """An expression in which `(?&tool)` is a tool's name.
+
+    Its matches are partial where the end of the text may be the beginning of a whole one.
+    """
+    return regex.compile(f"(?(DEFINE)(?P<tool>{'|'.join(map(regex.escape, tools))}))(?:{expression})")
+
+
+def _head(form: CallForm) -> str:
+    """An expression for the head of a call, which ends where the arguments begin."""
+    head = _lenient(form.head).replace(_lenient(NAME), "(?P<name>(?&tool))")
+    return rf"{head}\s*(?={'<' if form.pairs else '{'})"
+
+
+def _beginning(form: CallForm) -> str:
+    """An expression for the head of a first call; a loose form stands at the beginning of a line."""
+    line = "(?m:^)[ \t]*" if form in LOOSE_FORMS else ""
+    return rf"{line}{_lenient(form.opening)}\s*{_head(form)}"
+
+
 def _lenient(text: str) -> str:
     """An expression for a text whose white space may differ."""
-    return r"\s*".join(map(re.escape, re.findall(r"\w+|[^\w\s]", text)))
-
-
-def _squeezed(text: str) -> str:
-    """A text without its white space."""
-    return "".join(text.split())
+    return r"\s*".join(map(regex.escape, regex.findall(r"\w+|[^\w\s]", text)))
 
 
 def _object_end(text: str, start: int) -> int | None:
