@@ -115,16 +115,14 @@ def _answers(worker: Worker, rows: Iterator[InputRow], at_once: int, stop: Stop)
     running: set[Future[OutputLine]] = set()
     pool = ThreadPoolExecutor(at_once, thread_name_prefix="specdec-batch")
     try:
-        for row in rows:
-            if stop():
-                break
-            running.add(pool.submit(worker, row))
-            if len(running) == 2 * at_once:  # no thread idles
-                futures, running = wait(running, return_when=FIRST_COMPLETED)
-                yield from _lines(futures)
-        while running:
+        while True:
             if stop():
                 running = {future for future in running if not future.cancel()}
+            else:
+                nearest = islice(rows, 2 * at_once - len(running))  # no thread idles
+                running |= {pool.submit(worker, row) for row in nearest}
+            if not running:
+                return
             futures, running = wait(running, return_when=FIRST_COMPLETED)
             yield from _lines(futures)
     finally:

@@ -102,7 +102,7 @@ class Drafting(SuitePart):
 
 
 class Target(SuitePart):
-    """A target and its drafts."""
+    """A target and its drafts, by default the suite's."""
 
     target: str
-    drafts: list[str]
+    drafts: list[str] | None = None

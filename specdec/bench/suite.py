@@ -108,7 +108,7 @@ class Suite(BaseModel):
 
     name: str = "bench"
     imports: Annotated[list[str], BeforeValidator(as_list)] = []
-    targets: Annotated[list[Annotated[Target | str, Field()]], BeforeValidator(as_list), Field(min_length=1)]
+    targets: Annotated[list[Annotated[Target, _under("target")]], BeforeValidator(as_list), Field(min_length=1)]
     drafts: Annotated[list[str], BeforeValidator(as_list)] = []
     modes: Annotated[list[Mode], Field(min_length=1)] = [Mode()]
     strategies: Annotated[list[str | dict[str, Any]], BeforeValidator(as_list), Field(min_length=1)] = ["greedy"]
@@ -131,9 +131,9 @@ class Suite(BaseModel):
         """The groups; groups of one target and mode stand in a row."""
         groups = []
         for target in self.targets:
-            name = target.target if isinstance(target, Target) else target
+            name = target.target
             default = self.drafts or [name if name.startswith("zoo:") else COPYING[0]]
-            drafts = target.drafts if isinstance(target, Target) else default
+            drafts = default if target.drafts is None else target.drafts
             cells = tuple(Cell(draft, drafting) for draft in drafts if draft != "none" for drafting in self.schedules)
             groups += [
                 Group(name, mode, strategy, prompts, batch, cells if strategy.drafts else ())
@@ -187,7 +187,7 @@ def read_suite(config: Mapping[str, Any]) -> Suite:
     except ValidationError as error:
         # An entry may have several types: the deepest error is about the nearest of them.
         first = max(error.errors(), key=lambda e: len(e["loc"]))
-        kinds = ("str", "int", "Target", "Mode")  # pydantic puts these between keys
+        kinds = ("str", "int", "Mode")  # pydantic puts these between keys
         key = ".".join(str(part) for part in first["loc"] if part not in kinds and "[" not in str(part))
         if first["type"] == "extra_forbidden":
             raise OptionError(f"`{key}` is not a key of a benchmark") from None

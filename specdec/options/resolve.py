@@ -7,7 +7,6 @@ draft, the prompts or the target are in `specdec.generator.checks`.
 
 from __future__ import annotations
 
-import difflib
 import reprlib
 import warnings
 from collections.abc import Iterator, Mapping
@@ -20,7 +19,7 @@ import yaml
 from pydantic import ValidationError
 
 from specdec.core.draft_schedules import SCHEDULES
-from specdec.errors import OptionError, UnsupportedError
+from specdec.errors import OptionError, UnsupportedError, closest_name
 from specdec.options.fields import (
     BEAMS_ONLY,
     DRAWING,
@@ -156,8 +155,8 @@ def _hint(name: str) -> str:
     """The way out for an unknown name."""
     if instead := INSTEAD.get(name) or (f"pass `{SYNONYMS[name]}=`" if name in SYNONYMS else None):
         return f": {instead}"
-    close = difflib.get_close_matches(name, [*Options.model_fields, *REFUSED, *IDLE], n=1, cutoff=0.8)
-    return f"; did you mean `{close[0]}`?" if close else ""
+    near = closest_name(name, [*Options.model_fields, *REFUSED, *IDLE])
+    return f"; did you mean `{near}`?" if near else ""
 
 
 def _check_schedule(fields: Mapping[str, Any]) -> None:
