@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
@@ -124,14 +124,10 @@ def _answers(worker: Worker, rows: Iterator[InputRow], at_once: int, stop: Stop)
             if not running:
                 return
             futures, running = wait(running, return_when=FIRST_COMPLETED)
-            yield from _lines(futures)
+            for future in sorted(futures, key=lambda future: future.exception() is not None):  # an error comes last
+                yield future.result()
     finally:
         pool.shutdown(wait=False, cancel_futures=True)  # a second interrupt does not wait for rows
-
-
-def _lines(futures: Iterable[Future[OutputLine]]) -> Iterator[OutputLine]:
-    """The lines of finished rows; an error is raised after them."""
-    yield from (future.result() for future in sorted(futures, key=lambda future: future.exception() is not None))
 
 
 def _by_length(rows: Iterator[InputRow], spec: BatchSpec, window: int) -> Iterator[InputRow]:
