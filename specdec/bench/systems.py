@@ -15,7 +15,6 @@ from specdec.generator.generation import Generation
 from specdec.generator.generator import SpecGenerator
 from specdec.generator.memories import MemoryWish
 from specdec.models import packed_weights_unwritten
-from specdec.options import bundled_models
 from specdec.options.load import Loading
 
 
@@ -27,7 +26,6 @@ class Systems:
 
     def __init__(self, target: str, mode: Mode, models: dict[str, Any] | None = None) -> None:
         how = mode.loading
-        target = bundled_models.locate(target, "target")
         with packed_weights_unwritten():
             self.plain = SpecGenerator.from_pretrained(target, prefix_cache=False, **how)
         self._memory = MemoryWish.read(mode.memory)

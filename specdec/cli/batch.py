@@ -18,7 +18,6 @@ from specdec.cli.serve import plain_name
 from specdec.cli.terminal import FAILED, INTERRUPTED, OK, Bar, Interrupt, duration, loading, remark, say
 from specdec.cli.transcribe import choose_model, read_speech
 from specdec.errors import OptionError
-from specdec.options.bundled_models import locate
 
 if TYPE_CHECKING:
     from specdec.batch import BatchSpec, Progress, Source
@@ -123,7 +122,7 @@ def make_spec(request: CommandRequest, rows: Source, params: Mapping[str, Any]) 
         raise OptionError.of("seed", "one number, from which every row gets its own", seed)
     return BatchSpec(
         task,
-        locate(request.target, "target", "--model"),
+        request.target,
         request.draft,
         options=options,
         loading=request.loading,

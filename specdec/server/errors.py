@@ -87,6 +87,7 @@ _FIELD_NAMES = {
     "`prompt_ids`": "`prompt`",
     "pass `pixel_values`": "send it as a part of `messages` in a chat",
     "set `do_sample=False`": "set `temperature` to 0",
+    "and the call has no draft: name one": "and the request has no draft: leave it out",
     "`do_sample=True`": "a `temperature` above 0",
     "=True": "=true",
     "=False": "=false",

@@ -84,22 +84,16 @@ def call_options(
 
 
 def _draft_options(request: Generate, draft: Draft | None) -> dict[str, Any]:
+    """Options of drafting, which the library refuses without a draft."""
     options = {name: value for name in _DRAFTING if (value := getattr(request, name)) is not None}
     if draft is not None and (not request.speculate or request.penalty_alpha):
-        if options:
-            why = "`speculate` is false" if not request.speculate else "`penalty_alpha` takes no draft"
-            raise OptionError(f"`{next(iter(options))}` sets how much to draft, and {why}: leave one of them out")
         if request.prediction is not None:
             raise OptionError(
                 "`prediction` is for drafts that copy, and this request takes none: leave one of them out"
             )
-        return {"assistant_model": "none"}
+        return {**options, "assistant_model": "none"}
     if draft is not None and (request.num_assistant_branches or 1) > 1 and not draft.guesses_trees:
         raise UnsupportedError("`num_assistant_branches` is for drafts of trees, and this model has none: leave it out")
-    if draft is None and options:
-        raise UnsupportedError(
-            f"`{next(iter(options))}` sets how much to draft, and this model has no draft: leave it out"
-        )
     return options
 
 
