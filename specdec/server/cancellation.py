@@ -22,10 +22,11 @@ END: Any = object()
 class Cancel(threading.Event):
     """Tells work in a thread that nobody waits for it any longer."""
 
-    def check(self) -> None:
-        """Raises CancelledError once the work is cancelled."""
+    def check(self, *_: object, **__: object) -> Any:
+        """A stopping criterion, and a callback: raises CancelledError once the work is cancelled."""
         if self.is_set():
             raise CancelledError("the request was cancelled")
+        return False
 
 
 async def step(pool: ThreadPoolExecutor, items: Iterator[T], cancel: Cancel) -> T:

@@ -35,7 +35,7 @@ class SpeechModel:
         """
         self._check_length(content)
         options = self._options(prompt, options, cancel)
-        transcription = yield from self.transcriber.stream(content, progress=lambda *_: cancel.check(), **options)
+        transcription = yield from self.transcriber.stream(content, progress=cancel.check, **options)
         yield transcription
 
     def live(self, prompt: str | None, options: dict[str, Any], cancel: Cancel) -> Live[Transcription]:
@@ -50,13 +50,8 @@ class SpeechModel:
             except ValueError as error:
                 raise ApiError(400, f"`prompt`: {error}", param="prompt") from None
             options = {**options, "prompt_ids": ids}
-
-        def cancelled(ids: Any, scores: Any, **_: Any) -> bool:
-            cancel.check()
-            return False
-
         passed = {name: value for name, value in options.items() if value is not None}
-        return {"stopping_criteria": [cancelled], **passed}
+        return {"stopping_criteria": [cancel.check], **passed}
 
     def warm_up(self) -> None:
         """Decodes a token of silence."""
