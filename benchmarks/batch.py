@@ -20,7 +20,6 @@ from measure import Watch, read_prompts, table
 
 from specdec import SpecGenerator
 from specdec.batch import BatchSpec, Source, run_batch
-from specdec.batch.run import load_worker
 from specdec.options import bundled_models
 
 
@@ -50,7 +49,7 @@ def main() -> None:
     loading = {"dtype": "float32"}
     generator = SpecGenerator.from_pretrained(str(pair.target), str(pair.draft), **loading)
     spec = BatchSpec("generate", str(pair.target), str(pair.draft), options=options, loading=loading)
-    how: dict[str, Any] = {"at_once": args.at_once, "worker": load_worker(spec), "overwrite": True}
+    how: dict[str, Any] = {"at_once": args.at_once, "overwrite": True}
     batches, own = list[float](), list[float]()
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "in.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in prompts))
@@ -60,9 +59,8 @@ def main() -> None:
         for _ in range(args.repeats):
             watch.look()
             batches.append(library(generator, prompts, args.at_once, options))
-            began = time.perf_counter()
-            tokens = run_batch(source, out, spec, **how).new_tokens
-            own.append(tokens / (time.perf_counter() - began))
+            done = run_batch(source, out, spec, **how)
+            own.append(done.new_tokens / done.seconds)
     rows = [["library, batches", middle(batches), "1.00"], ["batch", middle(own), ratio(own, batches)]]
     print(f"{args.rows} rows, {args.at_once} at once, {args.tokens} tokens each, {args.repeats} repeats in turn\n")
     print(table(["", "tokens/s", "of the row above"], rows))
