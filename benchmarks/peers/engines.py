@@ -20,8 +20,9 @@ from importlib.metadata import PackageNotFoundError, version
 from itertools import islice, takewhile
 from typing import Any
 
-Generate = Callable[[list[int], int], "list[int] | tuple[list[int], float]"]
-"""From a prompt's ids and a number of tokens to at most so many new ids, with their seconds if it measures these."""
+Generate = Callable[[list[int], int], "tuple[list[int], float] | tuple[list[int], float, float]"]
+"""From a prompt's ids and a number of tokens to at most so many new ids, the seconds until the first of them, and all
+seconds where it measures these."""
 
 LOOKUP = {"tokens": 10, "ngram": 3}
 DRAFTED = 5
@@ -75,7 +76,13 @@ def specdec(task: Task) -> Generate:
         draft = f"model:{draft}"
     generator = SpecGenerator.from_pretrained(target, draft, backend="packed", prefix_cache=False, **how)
     common = {"do_sample": False, "repetition_penalty": None}
-    return lambda ids, tokens: generator.generate([ids], max_new_tokens=tokens, **common).new_tokens()[0]
+
+    def generate(ids: list[int], tokens: int) -> tuple[list[int], float]:
+        out = generator.generate([ids], max_new_tokens=tokens, **common)
+        assert out.stats is not None
+        return out.new_tokens()[0], out.stats.first_token_seconds
+
+    return generate
 
 
 def transformers(task: Task) -> Generate:
@@ -99,10 +106,23 @@ def transformers(task: Task) -> Generate:
     if task.draft == "lookup":
         options["prompt_lookup_num_tokens"] = LOOKUP["tokens"]
 
-    def generate(ids: list[int], tokens: int) -> list[int]:
-        prompt = torch.tensor([ids])
-        out = target.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=tokens, **options)
-        return out[0, len(ids) :].tolist()
+    class Streamer:
+        """When `generate` gave the prompt, and then each round's tokens."""
+
+        def __init__(self) -> None:
+            self.times: list[float] = []
+
+        def put(self, _: torch.Tensor) -> None:
+            self.times.append(time.perf_counter())
+
+        def end(self) -> None:
+            """Part of the interface."""
+
+    def generate(ids: list[int], tokens: int) -> tuple[list[int], float]:
+        prompt, streamer, began = torch.tensor([ids]), Streamer(), time.perf_counter()
+        how = {**options, "attention_mask": torch.ones_like(prompt), "max_new_tokens": tokens, "streamer": streamer}
+        out = target.generate(prompt, **how)
+        return out[0, len(ids) :].tolist(), streamer.times[1] - began
 
     return generate
 
@@ -128,11 +148,12 @@ def openvino(task: Task) -> Generate:
         config.num_assistant_tokens, config.max_ngram_size = LOOKUP["tokens"], LOOKUP["ngram"]
     pipeline = genai.LLMPipeline(f"{task.at('openvino')}/{kind}/target", "CPU", **how)
 
-    def generate(ids: list[int], tokens: int) -> list[int]:
+    def generate(ids: list[int], tokens: int) -> tuple[list[int], float]:
         config.max_new_tokens = tokens
         prompt = numpy.array([ids], dtype=numpy.int64)
         inputs = genai.TokenizedInputs(Tensor(prompt), Tensor(numpy.ones_like(prompt)))
-        return list(pipeline.generate(inputs, config).tokens[0])
+        out = pipeline.generate(inputs, config)
+        return list(out.tokens[0]), out.perf_metrics.get_ttft().mean / 1e3
 
     return generate
 
@@ -148,11 +169,13 @@ def llama_cpp(task: Task) -> Generate:
         how["draft_model"] = LlamaPromptLookupDecoding(LOOKUP["ngram"], LOOKUP["tokens"])
     model = Llama(task.at("gguf"), **how)
 
-    def generate(ids: list[int], tokens: int) -> list[int]:
+    def generate(ids: list[int], tokens: int) -> tuple[list[int], float]:
         model.reset()
-        ends = (model.token_eos(), -1)
+        ends, began = (model.token_eos(), -1), time.perf_counter()
         new = takewhile(lambda token: token not in ends, model.generate(ids, temp=0.0, repeat_penalty=1.0))
-        return list(islice(new, tokens))
+        start = list(islice(new, 1))
+        first = time.perf_counter() - began
+        return [*start, *islice(new, tokens - 1)], first
 
     return generate
 
@@ -168,7 +191,7 @@ def llama_program(task: Task) -> Generate:
     if task.draft == "model":
         command += ["-md", task.at("gguf_draft")]
 
-    def generate(ids: list[int], tokens: int) -> tuple[list[int], float]:
+    def generate(ids: list[int], tokens: int) -> tuple[list[int], float, float]:
         prompt = tokenizer.decode(ids)
         done = subprocess.run([*command, "-p", prompt, "-n", str(tokens)], capture_output=True, text=True, check=True)
         times = {
@@ -178,7 +201,8 @@ def llama_program(task: Task) -> Generate:
         written, seconds = times["decoded"]
         text = done.stdout.partition(prompt)[2]
         new = tokenizer(text).input_ids[:tokens]
-        return new, times["encoded"][1] + seconds * (len(new) - 1) / written
+        first = times["encoded"][1]
+        return new, first, first + seconds * (len(new) - 1) / written
 
     return generate
 
@@ -196,10 +220,15 @@ def vllm(task: Task) -> Generate:
     how: dict[str, Any] = {"dtype": task.weights, "enforce_eager": True, "max_model_len": 2048}
     engine = LLM(task.at("target"), speculative_config=speculative, **how)
 
-    def generate(ids: list[int], tokens: int) -> list[int]:
-        params = SamplingParams(temperature=0, max_tokens=tokens)
-        (answer,) = engine.generate([{"prompt_token_ids": ids}], params, use_tqdm=False)
-        return list(answer.outputs[0].token_ids)
+    def answer(ids: list[int], tokens: int) -> tuple[list[int], float]:
+        params, began = SamplingParams(temperature=0, max_tokens=tokens), time.perf_counter()
+        (out,) = engine.generate([{"prompt_token_ids": ids}], params, use_tqdm=False)
+        return list(out.outputs[0].token_ids), time.perf_counter() - began
+
+    def generate(ids: list[int], tokens: int) -> tuple[list[int], float, float]:
+        _, first = answer(ids, 1)
+        new, seconds = answer(ids, tokens)
+        return new, first, seconds
 
     return generate
 
@@ -258,9 +287,8 @@ def main() -> None:
         for line in sys.stdin:
             asked = json.loads(line)
             began = time.perf_counter()
-            made = generate(asked["ids"], asked["tokens"])
-            tokens, seconds = made if isinstance(made, tuple) else (made, time.perf_counter() - began)
-            answer(tokens=tokens, seconds=seconds)
+            tokens, first, *seconds = generate(asked["ids"], asked["tokens"])
+            answer(tokens=tokens, first=first, seconds=(seconds or [time.perf_counter() - began])[0])
     except Exception as error:
         answer(error=f"{type(error).__name__}: {' '.join(str(error).split())[:160]}")
 

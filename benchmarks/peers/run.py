@@ -68,11 +68,10 @@ class Worker:
             del kept[calls:]
 
     def __call__(self, ids: list[int]) -> None:
-        first = self._ask({"ids": ids, "tokens": 1})["seconds"]
-        whole = self._ask({"ids": ids, "tokens": self._tokens})
-        self.outputs.append(whole["tokens"])
-        self.first.append(first)
-        self.rest.append((whole["seconds"] - first) / max(len(whole["tokens"]) - 1, 1))
+        answer = self._ask({"ids": ids, "tokens": self._tokens})
+        self.outputs.append(answer["tokens"])
+        self.first.append(answer["first"])
+        self.rest.append((answer["seconds"] - answer["first"]) / max(len(answer["tokens"]) - 1, 1))
 
     def _ask(self, what: dict[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None
