@@ -125,7 +125,7 @@ class Watch:
         """One sentence on whether the figures can be trusted."""
         pace = f"a fixed piece of work took {statistics.median(self.spins) / min(self.spins):.2f}x its best time"
         facts = f"load {self.load:.1f} on {os.cpu_count()} cores at the start, {pace}"
-        if self.busy:
-            facts += f" and more than twice that in {self._late_share:.0%} of all tries"
-            return f"busy machine: {facts}. Other programs slowed this down: ratios are rough, and times mean little."
-        return f"quiet machine: {facts}."
+        if not self.busy:
+            return f"quiet machine: {facts}."
+        facts += f" and more than twice that in {self._late_share:.0%} of all tries"
+        return f"busy machine: {facts}. Other programs run: ratios are rough, and times mean little."

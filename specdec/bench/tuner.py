@@ -34,6 +34,7 @@ _LARGE = 2**27  # bytes of weights: rounding smaller models gains little and hur
 _ROUNDING = 1.5  # times as long as reading weights takes reading and rounding them
 _FASTER = 0.97  # share of a time, at most: a smaller gain is noise
 _LATE = "not measured: too few tokens came in time; pass more --seconds"
+_LOADS = "not measured: half of the time was over before it was loaded; pass more --seconds"
 _QUESTION = "Why do people in cold countries put salt on roads, and when does it not help? Answer in a few sentences."
 _EDIT = """Rename `values` to `numbers` in this function, and write all of it:
 
@@ -235,7 +236,9 @@ class Tuner:
         self.watch.look()
 
     def run(self) -> Iterator[SpecGenerator | Trial | Skipped]:
-        """Yields a generator with the last draft once it is loaded, then what was measured and what was not."""
+        """Yields a generator with the draft model that was named, or the last draft, once it is loaded; then what was
+        measured and what was not.
+        """
         modes = [self.mode]
         for number, mode in enumerate(modes, 1):
             if number > 1 and (why := self._lack()):
@@ -275,10 +278,10 @@ class Tuner:
 
     def _measure(self, systems: Systems, mode: Mode, *, first: bool, more: int) -> Iterator[Any]:
         """All drafts of a mode, before `more` modes."""
-        generators, errors = dict[str, SpecGenerator](), list[str]()
+        generators, errors, enough = dict[str, SpecGenerator](), list[str](), self._left() / 2
         for draft in self.drafts:
-            if self._left() <= 0 and read_draft(draft).model is not None:
-                yield Skipped(mode, _LATE, draft=draft)
+            if self._left() <= enough and (draft == AUTO or read_draft(draft).model is not None):
+                yield Skipped(mode, _LOADS, draft=draft)  # the others are measured in the time that is left
                 continue
             if draft != NONE:
                 self._say(f"loading the draft {draft}")
@@ -297,7 +300,8 @@ class Tuner:
         self.drafts = [*generators]
         try:
             if first:
-                yield [*generators.values()][-1]
+                named = [generator for draft, generator in generators.items() if read_draft(draft).model is not None]
+                yield (named or [*generators.values()])[-1]
             yield from self._trials(mode, generators, more)
         except Exception as error:
             yield Skipped(mode, in_words(error), failed=first)

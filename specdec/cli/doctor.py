@@ -189,7 +189,7 @@ def tune(request: CommandRequest, prompts: str | None, deadline: float) -> Itera
     from specdec.bench.parts import Mode
     from specdec.bench.tuner import Skipped, Trial, Tuner, drafts_to_try
 
-    bar, trials, chats, failed = Bar(stages=True), list[Trial](), False, False
+    bar, trials, chats, failed, began = Bar(stages=True), list[Trial](), False, False, clock()
     drafts = drafts_to_try(request.draft or "none")
     tuner = Tuner(request.target, drafts, Mode(**request.loading), deadline, prompts, bar)
     events = tuner.run()
@@ -218,6 +218,8 @@ def tune(request: CommandRequest, prompts: str | None, deadline: float) -> Itera
     if trials or not failed:  # first, as it says what the advice is worth
         busy = tuner.watch.busy or waiting_threads() is not None
         yield Finding("best", "machine", tuner.watch.verdict(), "note", _BUSY if busy else None)
+    if not (trials or failed):
+        yield Finding("best", "command", "nothing was measured", "note", f"--seconds {2 * (clock() - began) + 60:.0f}")
     if {trial.draft for trial in trials} - {NONE}:
         yield from _advice(request, trials, chats=chats)
         yield from _compared(trials)

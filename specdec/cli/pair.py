@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -68,7 +67,7 @@ def demo(
         outs = [generator.generate(text, **options) for generator in (plain, assisted) * _RUNS]
     runs = [out.stats for out in outs if out.stats is not None]
     _show_time(out, dict(zip(("alone", "with draft"), runs[-2:], strict=True)))
-    plain_rate, rate = (mean(stats.tokens_per_second for stats in runs[side::2]) for side in (0, 1))
+    plain_rate, rate = (stats.tokens_per_second for stats in runs[-2:])
     pairs = ((alone.new_tokens(), drafted.new_tokens()) for alone, drafted in zip(outs[::2], outs[1::2], strict=True))
     difference = next((each for pair in pairs for each in differences(*pair)), None)
     rates = f"plain {plain_rate:.0f} tokens/s · assisted {rate:.0f} tokens/s"

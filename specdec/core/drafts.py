@@ -62,7 +62,7 @@ class ChainRule(NamedTuple):
 
     It goes on while a further pass pays by its `budget`, and ends after a token of `ends`. Unless the budget needs
     confidences, every probability is returned as 1. With `needs_q`, q is returned as well. `siblings`: how many of the
-    next likeliest tokens are returned for each guess that was not drawn.
+    tokens that come next are returned for each guess: the likeliest, or those that the noise favours.
     """
 
     most: int

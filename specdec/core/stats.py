@@ -86,10 +86,12 @@ class Stats:
     def draft_advice(self) -> str:
         """That the draft took longer than it saved, and what to do; empty where it did not, or nobody named it.
 
-        It is empty too where the passes of a few rounds lost the time, and not the draft's guessing.
+        It is empty too where the passes of a few rounds lost the time, and not the draft's guessing, and where the call
+        was interrupted.
         """
         lost = -self.saved_seconds
         is_sure = self.num_spec_steps >= _ROUNDS or self.draft_seconds >= lost / 2
+        is_sure &= "interrupted" not in self.finish_reasons
         if self.settings.get("draft_kind") == "form" or lost <= _LOSS * self.seconds or not is_sure:
             return ""
         return f"the draft took {lost:.2f} s more than it saved: --draft none leaves it out"

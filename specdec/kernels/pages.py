@@ -98,14 +98,20 @@ class Mapped:
             self.forget()
 
     def forget(self) -> None:
-        """Gives back the memory of all bytes that were read; the file is read again where they are needed."""
+        """Gives back the memory of all bytes that were read; the file is read again where they are needed.
+
+        Mappings to which anybody wrote stay, as what was written lies in memory alone.
+        """
         self._read = 0
         if not hasattr(mmap, "MADV_DONTNEED"):
             return
+        place = path = ""
         with suppress(OSError):
-            for line in Path("/proc/self/maps").read_text().splitlines():
-                place, *_, path = line.split(maxsplit=5)
-                if path in self._paths:
+            for line in Path("/proc/self/smaps").read_text().splitlines():
+                name, *values = line.split(maxsplit=5)
+                if not name.endswith(":"):
+                    place, path = name, values[-1]
+                elif name == "Anonymous:" and values[0] == "0" and path in self._paths:
                     begin, end = (int(address, 16) for address in place.split("-"))
                     advise(begin, end - begin, mmap.MADV_DONTNEED)
 

@@ -102,7 +102,9 @@ class ChainGrowth:
         self.siblings: list[Sequence[tuple[int, float]]] = []  # of each guess, with their probabilities
         sampler = self.seq.task.sampler
         self._num_siblings = SIBLINGS if budget.siblings and sampler.branches and not sampler.needs_q else 0
-        self._how = {"confident": budget.needs_confidence, **({"siblings": True} if self._num_siblings else {})}
+        self._how = {"confident": budget.needs_confidence}
+        if self._num_siblings:  # a sampler of a caller's may not know the word
+            self._how["siblings"] = True
         self.gain = 0.0  # what the next pass gains
 
     def first(self) -> Work:

@@ -220,8 +220,8 @@ class HybridProposer(WrappedProposer):
         if room <= 0 or not sure or seq.tree.tokens:
             return tree
         tokens, confidence = self._text.after(seq, tree.tokens[:stem], room)
-        budget = self._chosen[seq.id]
-        count = len(worthwhile(confidence, adapt_budget(budget, None), [*map(budget.chance, sure)]))
+        guessing = self._chosen[seq.id]
+        count = len(worthwhile(confidence, adapt_budget(guessing, None), [*map(guessing.chance, sure)]))
         if not count:
             return tree
         return tree.extended(tokens[:count], confidence[:count], f"{tree.source}+{self._source}")

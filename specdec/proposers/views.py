@@ -29,17 +29,17 @@ class SequenceAs:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.outer, name)
 
+    def prefix(self, extra: Sequence[int] = ()) -> Tensor:
+        """The ids `[1, length]` of this text and of `extra`."""
+        return torch.tensor([[*self.tokens, *extra]])
+
 
 def best_branch(seq: SequenceView) -> SequenceView:
     """The best branch of a search as a text, for drafts that guess for one text; any other sequence as it is."""
     if not seq.tree.tokens:
         return seq
     tokens = seq.tokens + branch_tokens(seq, seq.leaves[0])
-
-    def prefix(extra: Sequence[int] = ()) -> Tensor:
-        return torch.tensor([[*tokens, *extra]])
-
-    return SequenceAs(seq, tokens=tokens, prefix=prefix, tree=EMPTY, leaves=(-1,), leaf_scores=(0.0,))
+    return SequenceAs(seq, tokens=tokens, tree=EMPTY, leaves=(-1,), leaf_scores=(0.0,))
 
 
 def branch_tokens(seq: SequenceView, leaf: int) -> list[int]:

@@ -21,13 +21,13 @@ class _Pattern:
 
     def __init__(self, form: CallForm, tools: Mapping[str, Tool]) -> None:
         self.form, self._tools = form, tools
-        tail, closing = _lenient(form.tail), rf"\s*{_lenient(form.closing)}" if form.closing else ""
-        self._next = _compiled(rf"\s*{tail}\s*{_lenient(form.between)}\s*{_head(form)}", tools)
-        self._end, self._tail = regex.compile(rf"\s*{tail}{closing}"), regex.compile(rf"\s*{tail}")
+        tail, closing = _lenient(form.tail), rf"\s*+{_lenient(form.closing)}" if form.closing else ""
+        self._next = _compiled(rf"\s*+{tail}\s*+{_lenient(form.between)}\s*+{_head(form)}", tools)
+        self._end, self._tail = regex.compile(rf"\s*+{tail}{closing}"), regex.compile(rf"\s*+{tail}")
         if form.pairs is not None:
             before, middle, after = map(_lenient, form.pairs)
             lines = [r"\n?" if form.pairs[1].endswith("\n") else "", r"\n?" if form.pairs[2].startswith("\n") else ""]
-            self._pair = regex.compile(rf"\s*{before}(.*?){middle}{lines[0]}(.*?){lines[1]}{after}", regex.DOTALL)
+            self._pair = regex.compile(rf"\s*+{before}(.*?){middle}{lines[0]}(.*?){lines[1]}{after}", regex.DOTALL)
 
     def arguments(self, text: str, start: int, name: str) -> _Arguments:
         """The JSON of the arguments that begin at `start`."""
@@ -171,18 +171,18 @@ def _compiled(expression: str, tools: Mapping[str, Tool]) -> Any:
 def _head(form: CallForm) -> str:
     """An expression for the head of a call, which ends where the arguments begin."""
     head = _lenient(form.head).replace(_lenient(NAME), "(?P<name>(?&tool))")
-    return rf"{head}\s*(?={'<' if form.pairs else '{'})"
+    return rf"{head}\s*+(?={'<' if form.pairs else '{'})"
 
 
 def _beginning(form: CallForm) -> str:
     """An expression for the head of a first call; a loose form stands at the beginning of a line."""
-    line = "(?m:^)[ \t]*" if form in LOOSE_FORMS else ""
-    return rf"{line}{_lenient(form.opening)}\s*{_head(form)}"
+    line = "(?m:^)[ \t]*+" if form in LOOSE_FORMS else ""
+    return rf"{line}{_lenient(form.opening)}\s*+{_head(form)}"
 
 
 def _lenient(text: str) -> str:
     """An expression for a text whose white space may differ."""
-    return r"\s*".join(map(regex.escape, regex.findall(r"\w+|[^\w\s]", text)))
+    return r"\s*+".join(map(regex.escape, regex.findall(r"\w+|[^\w\s]", text)))
 
 
 def _object_end(text: str, start: int) -> int | None:

@@ -129,6 +129,16 @@ def test_memory_of_mapped_files_is_given_back(tmp_path: Path) -> None:
     assert torch.equal(view, weights)
 
 
+def test_changed_weights_of_another_model_stay(tmp_path: Path) -> None:
+    """Of the same file, in the same program. (A load in 8 bits gave them the file's numbers again, without a word.)"""
+    save_file({"a": torch.ones(1 << 18)}, tmp_path / "a.safetensors")
+    with safe_open(tmp_path / "a.safetensors", "pt") as file:
+        theirs = file.get_tensor("a")
+    theirs += 1
+    Mapped([str(tmp_path / "a.safetensors")]).forget()
+    assert theirs.eq(2).all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("width", [48, 40])
 def test_int8_weights(dtype: torch.dtype, width: int) -> None:
@@ -478,7 +488,7 @@ def test_a_path_with_a_slip(name: str, near: str | None, tmp_path: Path) -> None
     (tmp_path / "qwen.Q4_K_M.gguf").write_bytes(b"GGUF")
     with pytest.raises(OptionError, match=r"there is no such f") as error:
         load_model(f"{tmp_path}/{name}")
-    asked = f": did you mean {str(tmp_path / near)!r}?" if near else ""
+    asked = f" (did you mean {str(tmp_path / near)!r}?)" if near else ""
     assert str(error.value).endswith(("no such file" if name.endswith(".gguf") else "no such folder") + asked)
 
 

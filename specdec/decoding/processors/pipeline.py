@@ -121,7 +121,7 @@ def _check(options: Options, extra: Sequence[Any]) -> None:
             with suppress(ValueError):  # a builtin may have no signature
                 inspect.signature(item).bind(None, None)
         except TypeError as error:
-            way_out = f"bind other arguments first ({error})"
+            way_out = f"write it with these two, and bind others first ({error})"
             raise OptionError.of("logits_processor", "callables of (ids, logits)", item, way_out) from None
         if options.guidance_scale not in (None, 1) and type(item) is UnbatchedClassifierFreeGuidanceLogitsProcessor:
             raise OptionError("`guidance_scale` and a guidance processor in `logits_processor` contradict: pass one")

@@ -7,7 +7,7 @@ import json
 import os
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from json import JSONDecodeError
 from pathlib import Path
 
@@ -40,9 +40,11 @@ def check_folder(source: str | os.PathLike[str], argument: str = "model") -> Non
 
 def _nearest(path: Path) -> str:
     """A question after a name that no file or folder beside it has, where one of these has nearly this name."""
-    beside = path.parent.iterdir() if path.parent.is_dir() else ()
-    near = closest_name(path.name, [file.name for file in beside])
-    return f": did you mean {str(path.parent / near)!r}?" if near else ""
+    with suppress(OSError):  # no such folder, or one that may not be read
+        models = (file.name for file in path.parent.iterdir() if file.is_dir() or file.suffix == ".gguf")
+        if near := closest_name(path.name, models):
+            return f" (did you mean {str(path.parent / near)!r}?)"
+    return ""
 
 
 @contextmanager

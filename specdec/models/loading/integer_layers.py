@@ -62,7 +62,8 @@ class WeightOnly(Quantizer):
                 )
             model.set_submodule(name, self.layer(weight_of(module).to(model.dtype), module.bias))
             self.mapped.used(module.weight.nbytes)
-        pack_layers(model, with_bar([*expert_stacks(model)], "Rounding experts"), self._of_experts)
+        if stacks := [*expert_stacks(model)]:
+            pack_layers(model, with_bar(stacks, "Rounding experts"), self._of_experts)
         head = model.get_output_embeddings()
         if head is not None and is_plain(head) and self._fits(head.weight) and kernels.available():
             name = next(name for name, module in model.named_modules() if module is head)
