@@ -16,7 +16,7 @@ from weakref import WeakSet
 import torch
 
 from specdec.engine.engine import Engine
-from specdec.engine.openmp import release_helpers, use_threads
+from specdec.engine.openmp import Threads, release_helpers, use_threads
 from specdec.engine.request import Request
 from specdec.errors import CancelledError, EngineError
 from specdec.models import plain_modes
@@ -180,11 +180,12 @@ class Driver:
         """Takes steps until none is wanted; an error here is a defect, as what runs for a request is guarded."""
         with self._lock:  # until then, an interrupt of whoever starts it may reset `_thread`
             pass
+        threads = Threads()
         with plain_modes():
             while True:
                 try:
                     while self._is_wanted():
-                        use_threads(self._num_threads)
+                        threads.use(self._num_threads)
                         self.engine.step()
                         self._tell()
                     return

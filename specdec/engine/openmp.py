@@ -1,15 +1,22 @@
-"""OpenMP's threads: how many there are, and when they end."""
+"""OpenMP's threads: how many there are, how many a busy machine leaves, and when they end."""
 
 from __future__ import annotations
 
 import ctypes
+import logging
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from time import perf_counter as clock
 from typing import Any
 
 import torch
 
+_log = logging.getLogger(__name__)
 _SOFT = 1  # omp_pause_soft: keeps the program's settings
+_WINDOW = 0.5  # seconds from one look at the threads to the next
+_WAITING = 0.2  # threads that wait for a core, on average: 0.01 on a quiet machine, 0.3 beside one busy program
+_PAUSES = 5.0, 80.0  # seconds until all threads are tried again: at first, and at most
 
 
 @cache
@@ -36,3 +43,57 @@ def use_threads(count: int) -> None:
     """Has the calling thread compute on so many threads."""
     if torch.get_num_threads() != count:  # to set it is global: threads that start later have the same
         torch.set_num_threads(count)
+
+
+class Threads:
+    """The threads on which an engine computes: fewer than its callers have, while other programs take the cores.
+
+    An operation waits for the last of its threads: beside one busy program, two threads on two cores took twice as long
+    as one. Linux counts how long threads waited for cores; elsewhere all threads are used.
+    """
+
+    def __init__(self) -> None:
+        self._most = self._used = 0
+        self._began = self._waited = 0.0  # when the window began, and how long threads had waited then
+        self._retry_at, self._pause = 0.0, _PAUSES[0]
+
+    def use(self, most: int) -> None:
+        """Has the calling thread, which is always the same, compute on at most so many threads from now on."""
+        if most != self._most:
+            use_threads(most)
+            self._most, self._pause = most, _PAUSES[0]
+            self._begin(most)
+        if most == 1 or (library := _openmp()) is None:
+            return
+        if clock() >= self._began + _WINDOW:
+            self._begin(self._next())
+        if library.omp_get_max_threads() != self._used:  # of the calling thread alone, unlike torch's number
+            library.omp_set_num_threads(self._used)
+
+    def _begin(self, count: int) -> None:
+        """Begins a window on `count` threads."""
+        self._used, self._began, self._waited = count, clock(), waited_seconds()
+
+    def _next(self) -> int:
+        """The threads of the next window: fewer after a window in which threads waited, and all again after a pause."""
+        now, whole = clock(), self._used == self._most
+        waiting = (waited_seconds() - self._waited) / (now - self._began)  # threads, on average
+        if waiting > _WAITING:
+            if whole:
+                if self._pause == _PAUSES[0]:
+                    _log.info("other programs take the cores: passes run on fewer threads meanwhile")
+                self._retry_at, self._pause = now + self._pause, min(2 * self._pause, _PAUSES[1])
+            return max(self._used - max(round(waiting), 1), 1)
+        if whole:
+            self._pause = _PAUSES[0]
+        return self._most if now >= self._retry_at else self._used
+
+
+def waited_seconds() -> float:
+    """How long the program's threads have waited for cores; 0 where the system does not say."""
+    total = 0
+    with suppress(OSError):
+        for task in Path("/proc/self/task").iterdir():
+            with suppress(OSError, ValueError, IndexError):  # it may have ended
+                total += int((task / "schedstat").read_text().split()[1])
+    return total / 1e9

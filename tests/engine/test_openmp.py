@@ -1,0 +1,77 @@
+"""On how many threads an engine computes beside other programs."""
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from specdec.engine import openmp
+from specdec.engine.openmp import Threads, waited_seconds
+
+
+class Machine:
+    """A clock, cores for `free` of the calling thread's `count` threads: the others wait."""
+
+    def __init__(self) -> None:
+        self.now, self.waited, self.free, self.count = 0.0, 0.0, 4.0, 4
+
+    def run(self, threads: Threads, seconds: float) -> list[int]:
+        """The numbers of threads while steps of a tenth of a second take so long."""
+        counts = []
+        for _ in range(round(10 * seconds)):
+            threads.use(4)
+            counts.append(self.count)
+            self.now += 0.1
+            self.waited += 0.1 * max(self.count - self.free, 0.0)
+        return counts
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    machine = Machine()
+    library = SimpleNamespace(
+        omp_get_max_threads=lambda: machine.count, omp_set_num_threads=lambda count: setattr(machine, "count", count)
+    )
+    monkeypatch.setattr(openmp, "_openmp", lambda: library)
+    monkeypatch.setattr(openmp, "use_threads", library.omp_set_num_threads)
+    monkeypatch.setattr(openmp, "clock", lambda: machine.now)
+    monkeypatch.setattr(openmp, "waited_seconds", lambda: machine.waited)
+    return machine
+
+
+def test_a_quiet_machine(machine: Machine) -> None:
+    machine.free = 3.9
+    assert {*machine.run(Threads(), 60)} == {4}
+
+
+def test_a_busy_machine(machine: Machine, caplog: pytest.LogCaptureFixture) -> None:
+    """As many threads as find a core after a few windows, all of them tried ever more rarely, and used again once they
+    find their cores. (Two threads beside seven programs took ten times as long as one.)
+    """
+    caplog.set_level(logging.INFO, "specdec")
+    threads, machine.free = Threads(), 1.6
+    counts = machine.run(threads, 100)
+    assert counts[:5] == [4] * 5
+    assert {*counts[15:50]} == {1}
+    assert 0.02 < counts.count(4) / len(counts) < 0.06
+    assert caplog.messages == ["other programs take the cores: passes run on fewer threads meanwhile"]
+    machine.free = 4.0
+    assert machine.run(threads, 90)[-1] == 4
+    machine.free = 2.0
+    assert machine.run(threads, 2)[-1] == 2
+
+
+def test_what_a_system_does_not_say(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All threads are used without OpenMP's library, and where nothing is counted."""
+    machine.free = 0.0
+    monkeypatch.setattr(openmp, "waited_seconds", lambda: 0.0)
+    assert {*machine.run(Threads(), 5)} == {4}
+    monkeypatch.setattr(openmp, "_openmp", lambda: None)
+    assert {*machine.run(Threads(), 5)} == {4}
+
+
+def test_threads_have_waited() -> None:
+    """The sum only grows."""
+    before: Any = waited_seconds()
+    assert 0 <= before <= waited_seconds()
