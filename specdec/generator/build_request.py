@@ -60,8 +60,10 @@ class ScheduledDraft:
         """The language models of the draft."""
         return () if self.draft is None else self.draft.models
 
-    def pacing(self, options: Options, **how: Any) -> Pacing:
+    def pacing(self, options: Options, *, predicted: bool = False, **how: Any) -> Pacing:
         """The pacing of a request: a new one, or its family's where the schedule learns; `how`: see `make_schedule`.
+
+        Calls whose texts are `predicted` learn apart: their drafts are right far more often.
 
         A new schedule of a family begins with what the family's last one has learned in the same backends, here or in
         an earlier program.
@@ -69,11 +71,12 @@ class ScheduledDraft:
         kind = schedule_kind(options)
         if kind is None or not kind.learns:
             return Pacing(make_schedule(options, **how))
-        family = (options.family, *(model.backend for model in (self.target, *self.models)))
+        of_options = (*options.family, "predicted") if predicted else options.family
+        family = (of_options, *(model.backend for model in (self.target, *self.models)))
         key = (kind, family, options.num_assistant_tokens)
         with self._lock:
             pacing, last = self._pacings.get(key), self._last.get(family)
-            file = cost_files.place(self.target, self.draft, options.family) if last is None else last[0]
+            file = cost_files.place(self.target, self.draft, of_options) if last is None else last[0]
             if pacing is None or not pacing.users:
                 odds = cost_files.odds_of(self.draft)
                 learned = cost_files.read_costs(file, odds) if last is None else last[1].schedule

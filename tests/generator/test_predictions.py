@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from specdec import OptionError, SpecGenerator
 from specdec.core.budget import Budget
+from specdec.core.draft_schedules.pause import Pause
 from specdec.core.drafts import SequenceView
 from specdec.core.tree import EMPTY, Tree
 from specdec.generator.extras import Extras
@@ -41,6 +42,18 @@ def test_the_text_stays_and_passes_become_few(draft: Any) -> None:
     assert passes["right"] <= 4
     assert passes["edited"] <= 6
     assert passes["none"] > 2 * passes["right"]
+
+
+def test_drafting_that_lost_elsewhere_takes_one() -> None:
+    """(A server's texts had lost, and the next edit of a file had no draft for 67 tokens.)"""
+    generator = SpecGenerator(tiny("llama"), "suffix", schedule="cost")
+    [text] = generator.generate(IDS[:1], **RUN).new_tokens()
+    [(_, pacing)] = generator._scheduled._last.values()
+    pacing.schedule = pacing.schedule._with(pause=Pause(length=512.0, lost=9.0))
+    assert generator.generate(IDS[:1], **RUN).stats.num_draft_tokens == 0
+    out = generator.generate(IDS[:1], **RUN, prediction=text)
+    assert out.new_tokens() == [text]
+    assert out.stats.num_draft_tokens > 0
 
 
 @pytest.mark.parametrize("how", some("coupled", "beams", "ranked").values(), ids=str)
