@@ -126,11 +126,16 @@ def _is_sound(value: Any) -> bool:
 
 
 def _faded(line: LinearFit) -> LinearFit:
-    """The same line with a weight of at most `_WEIGHT`, so that new passes soon count more; its slope is the prior."""
+    """The same line with a weight of at most `_WEIGHT`, so that new passes soon count more; its slope is the prior.
+
+    Of a steep slope, its geometric mean with the usual one: a busy machine's ended all drafting, and without passes
+    over several nodes nothing corrected it, in all later programs.
+    """
     if line.weight <= _WEIGHT or not line.seconds:
         return line
     sums, mean = [_WEIGHT / line.weight * value for value in line[:5]], line.seconds / line.weight
-    return LinearFit._make((*sums, line.slope / mean, line.trust))
+    steepness = line.slope / mean
+    return LinearFit._make((*sums, min(steepness, math.sqrt(steepness * LinearFit().steepness)), line.trust))
 
 
 def write_costs(last: LastPacings, odds: Odds | None) -> None:

@@ -68,7 +68,8 @@ def test_the_next_program_begins_with_what_was_learned(folder: Path, folders: tu
         assert max(line.weight for line in lines) < 1.6 < before.seconds.passes.weight
         line, mean = after.seconds.passes, before.seconds.passes.seconds / before.seconds.passes.weight
         assert line.seconds / line.weight == pytest.approx(mean)
-        assert line.steepness * mean == pytest.approx(before.seconds.passes.slope)
+        slope = before.seconds.passes.slope / mean
+        assert line.steepness == pytest.approx(min(slope, (0.02 * slope) ** 0.5))  # (a busy hour's was kept for ever)
         assert second.draft.odds.acceptance == odds.acceptance  # type: ignore[union-attr]
         assert second.generate(PROMPT, **CALL).sequences.equal(text)
 
