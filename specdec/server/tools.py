@@ -101,7 +101,7 @@ _FORMS = {
 
 LOOSE_FORMS = [
     CallForm('"name"', f'{{"name": "{NAME}", "{key}": ', *rest)
-    for begin, end in (("```json\n", "\n```"), ("```\n", "\n```"), ("<tools>\n", "\n</tools>"), ("", ""))
+    for begin, end in (("```json\n", "\n```"), ("```\n", "\n```"), ("<tools>\n", "\n</tools>"), ("{", "}"), ("", ""))
     for key in ("arguments", "parameters")
     for rest in (("}" + end, begin), ("}", begin + "[", ", ", "]" + end))
 ]

@@ -58,6 +58,7 @@ LOOSE = [
     f'```json\n[{{"name": "get_weather", "arguments": {ARGUMENTS}}}, {{"name": "get", "arguments": {{}}}}]\n```',
     f'{{"name": "get_weather", "arguments": {ARGUMENTS}}}\n{{"name": "get", "arguments": {{}}}}',
     f'<tools>\n{{"name": "get_weather", "arguments": {ARGUMENTS}}}\n</tools>',
+    f'{{{{"name": "get_weather", "arguments": {ARGUMENTS}}}}}',  # as the template of Qwen2.5-Coder shows calls
 ]
 
 
