@@ -697,6 +697,7 @@ def test_an_interrupted_call_tells_what_it_has(
 
     def soon(self: Interrupt, input_ids: torch.Tensor, scores: Any, **_: Any) -> bool:
         if input_ids.shape[1] >= len("def f") + 3 and not self.is_set:
+            time.sleep(0.1)  # until the main thread waits: a signal just before would not wake it
             os.kill(os.getpid(), number)
             while not self.is_set:  # until the handler has run: a second signal would end the program
                 time.sleep(0.001)
