@@ -143,8 +143,7 @@ def _pass_seconds(answers: Mapping[int, TimedAnswer]) -> float:
 
 
 def drafts_to_try(draft: str) -> list[str]:
-    """The spellings to measure: none, a word that copies, what `draft` names, a model alone and with copies, and what
-    comes where nobody names a draft."""
+    """The spellings to measure: none, a word that copies, what `draft` names (a model alone and with copies), and auto."""
     name = read_draft(draft)
     if name.model is None:
         return [*dict.fromkeys((NONE, COPYING[0], draft, AUTO))]
@@ -288,9 +287,9 @@ class Tuner:
             try:
                 cell = None if draft == NONE else Cell(draft, Drafting(schedule="auto"))
                 generator = systems.generator("", cell)
-                same = [name for name, other in generators.items() if repr(other.draft) == repr(generator.draft)]
-                if draft == AUTO and same:
-                    yield Skipped(mode, f"it is {same[0]} for this target", draft=draft)
+                drafts = {repr(other.draft): name for name, other in generators.items()}
+                if draft == AUTO and (name := drafts.get(repr(generator.draft))):
+                    yield Skipped(mode, f"it is {name} for this target", draft=draft)
                     generator.close()
                 else:
                     generators[draft] = generator
