@@ -143,7 +143,7 @@ def _pass_seconds(answers: Mapping[int, TimedAnswer]) -> float:
 
 
 def drafts_to_try(draft: str) -> list[str]:
-    """The spellings to measure: none, a word that copies, what `draft` names (a model alone and with copies), and auto."""
+    """What to measure: none, a word that copies, what `draft` names, a model alone and with copies, and auto."""
     name = read_draft(draft)
     if name.model is None:
         return [*dict.fromkeys((NONE, COPYING[0], draft, AUTO))]
