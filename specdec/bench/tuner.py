@@ -30,11 +30,14 @@ from specdec.options.load import AUTO, NONE, is_gguf
 
 _TOKENS = 96  # the most tokens of an answer
 _FEW = 8  # tokens that say how fast an answer is
+_LEAST = 4  # tokens after the first, without which an answer that time ended says nothing
+_WARM = 16  # tokens in which a draft makes its first passes, which are slow
+_WORTH = 3  # times as long as a few words take an answer that says more than another prompt
+_FINALISTS = 2  # drafts that are tried in further modes
 _LARGE = 2**27  # bytes of weights: rounding smaller models gains little and hurts them more
 _ROUNDING = 1.5  # times as long as reading weights takes reading and rounding them
 _FASTER = 0.97  # share of a time, at most: a smaller gain is noise
-_LATE = "not measured: too few tokens came in time; pass more --seconds"
-_LOADS = "not measured: half of the time was over before it was loaded; pass more --seconds"
+_LATE = "not measured: too few tokens came in time"
 _QUESTION = "Why do people in cold countries put salt on roads, and when does it not help? Answer in a few sentences."
 _EDIT = """Rename `values` to `numbers` in this function, and write all of it:
 
@@ -50,11 +53,10 @@ def describe(values, digits=2):
 
 @dataclass(frozen=True)
 class TimedAnswer:
-    """An answer to a `kind` of prompt; `ms` per token after the first, None where none is; `first_token` in seconds."""
+    """An answer to a `kind` of prompt; `ms` per token after the first; `first_token` in seconds."""
 
-    ms: float | None
+    ms: float
     first_token: float
-    seconds: float
     tokens: Sequence[int]
     stats: Stats
     kind: str = ""
@@ -75,7 +77,7 @@ class Trial:
 
     @property
     def ms(self) -> float:
-        return mean(answer.ms or 0.0 for answer in self.answers.values())
+        return mean(answer.ms for answer in self.answers.values())
 
     @property
     def first_token(self) -> float:
@@ -84,7 +86,7 @@ class Trial:
     @property
     def speedup(self) -> float:
         """Plain decoding's time per token over the draft's."""
-        return mean(answer.ms or 0.0 for answer in self.plain.values()) / self.ms
+        return mean(answer.ms for answer in self.plain.values()) / self.ms
 
     @property
     def speedups(self) -> dict[str, float]:
@@ -126,13 +128,14 @@ class Trial:
 class Skipped:
     """What was not measured in a mode, and why; `failed`: its models cannot be loaded, or do not run.
 
-    `draft`: the draft that was not measured, None for all.
+    `draft`: the draft that was not measured, None for all. `seconds`: what it lacked.
     """
 
     mode: Mode
     why: str
     failed: bool = False
     draft: str | None = None
+    seconds: float = 0.0
 
 
 def _pass_seconds(answers: Mapping[int, TimedAnswer]) -> float:
@@ -203,19 +206,27 @@ def _cut(trial: Trial, prompts: Iterable[int]) -> Trial:
     return replace(trial, answers=answers, plain=plain)
 
 
-def best(trials: Sequence[Trial]) -> Trial:
-    """The first trial that is as fast as the fastest, but for noise: the nearest text, and then the simplest draft."""
+def best(trials: Sequence[Trial]) -> list[Trial]:
+    """The trials that are as fast as the fastest, but for noise: the nearest text first, then the simplest draft."""
     fastest = min(trial.ms for trial in trials)
-    return next(trial for trial in trials if _FASTER * trial.ms <= fastest)
+    return [trial for trial in trials if _FASTER * trial.ms <= fastest]
+
+
+@dataclass
+class _Candidate:
+    """A draft with a target, and its answers so far, by the number of the prompt."""
+
+    generator: SpecGenerator
+    answers: dict[int, TimedAnswer] = field(default_factory=dict)
 
 
 @dataclass
 class Tuner:
     """Measures `drafts` with the target in `mode`, then in further modes as far as the time until `deadline` allows.
 
-    The deadline is one of `clock`. Loading counts. Every draft of a mode answers the same prompts in turn, greedily,
-    for equally many seconds; a draft whose answer does not begin before the deadline is not measured.
-    `report(done, total, doing)` hears of seconds.
+    The deadline is one of `clock`. Loading counts: drafts that need no model answer in a few words before a draft model
+    is loaded. Every draft of a mode answers the same prompts in turn, greedily, for equally many seconds; in further
+    modes, none and the fastest of the first. `report(done, total, doing)` hears of seconds.
     """
 
     target: str
@@ -227,8 +238,8 @@ class Tuner:
     clock: Callable[[], float] = perf_counter
     watch: Watch = field(default_factory=Watch)
     _models: dict[str | None, dict[str, Any]] = field(default_factory=dict)
-    _loading: float = 0.0  # seconds that the next mode may take to load
-    _lap: float = 0.0  # seconds in which all drafts answer a prompt in a few words
+    _loading: float = 0.0  # seconds that the next model may take to load
+    _few: float = 0.0  # seconds of an answer in a few words
 
     def __post_init__(self) -> None:
         self._began = self.clock()
@@ -240,8 +251,8 @@ class Tuner:
         """
         modes = [self.mode]
         for number, mode in enumerate(modes, 1):
-            if number > 1 and (why := self._lack()):
-                yield Skipped(mode, why)
+            if number > 1 and (lack := self._lack(mode)):
+                yield lack
                 continue
             self._say(f"loading {self.target}, {mode.label}")
             began = self.clock()
@@ -258,14 +269,22 @@ class Tuner:
             del systems
             gc.collect()
 
-    def _lack(self) -> str | None:
+    def _lack(self, mode: Mode) -> Skipped | None:
         """Why another mode is not tried."""
-        left, seconds = self._left(), self._loading + self._lap
-        if left < seconds:
-            return f"not tried: it takes about {seconds:.0f} s, and {max(left, 0):.0f} s are left (--seconds)"
-        free = free_bytes(torch.device("cpu"))
-        size, room = (f"{number / 2**30:.1f} GiB" for number in (self._bytes, free))
-        return f"not tried: loading it takes {size}, and {room} are free" if self._bytes > free else None
+        size, room = self._bytes, free_bytes(torch.device("cpu"))
+        words = f"not tried: loading it takes {size / 2**30:.1f} GiB, and {room / 2**30:.1f} GiB are free"
+        return self._late(mode) or (Skipped(mode, words) if size > room else None)
+
+    def _late(self, mode: Mode, draft: str | None = None) -> Skipped | None:
+        """Why no other model is loaded: too little time is left for loading it and an answer of each draft."""
+        left, seconds = max(self._left(), 0.0), self._loading + self._lap
+        words = f"not tried: it takes about {seconds:.0f} s, and {left:.0f} s are left"
+        return Skipped(mode, words, draft=draft, seconds=seconds) if left < seconds else None
+
+    @property
+    def _lap(self) -> float:
+        """Seconds in which all drafts answer a prompt in a few words."""
+        return self._few * len(self.drafts)
 
     def _left(self) -> float:
         """Seconds until the deadline."""
@@ -277,87 +296,105 @@ class Tuner:
 
     def _measure(self, systems: Systems, mode: Mode, *, first: bool, more: int) -> Iterator[Any]:
         """All drafts of a mode, before `more` modes."""
-        generators, errors, enough = dict[str, SpecGenerator](), list[str](), self._left() / 2
+        candidates = dict[str, _Candidate]()
+        try:
+            yield from self._load(systems, mode, candidates, first=first)
+            self.drafts = [*candidates]
+            if first:
+                named = [draft for draft in candidates if read_draft(draft).model is not None]
+                yield candidates[(named or self.drafts)[-1]].generator
+            yield from self._trials(mode, candidates, more)
+        except Exception as error:
+            yield Skipped(mode, in_words(error), failed=first)
+        finally:
+            for candidate in candidates.values():
+                candidate.generator.close()
+
+    def _load(
+        self, systems: Systems, mode: Mode, candidates: dict[str, _Candidate], *, first: bool
+    ) -> Iterator[Skipped]:
+        """Adds the drafts, in the first mode those that load in time; each makes its first passes, and answers in a few
+        words if it needs no model.
+        """
+        errors, models = list[str](), set[str | None]()
         for draft in self.drafts:
-            if self._left() <= enough and (draft == AUTO or read_draft(draft).model is not None):
-                yield Skipped(mode, _LOADS, draft=draft)  # the others are measured in the time that is left
+            model = AUTO if draft == AUTO else read_draft(draft).model
+            if first and model not in {None, *models} and (late := self._late(mode, draft)):
+                yield late
                 continue
             if draft != NONE:
                 self._say(f"loading the draft {draft}")
             try:
-                cell = None if draft == NONE else Cell(draft, Drafting(schedule="auto"))
-                generator = systems.generator("", cell)
-                drafts = {repr(other.draft): name for name, other in generators.items()}
-                if draft == AUTO and (name := drafts.get(repr(generator.draft))):
-                    yield Skipped(mode, f"it is {name} for this target", draft=draft)
-                    generator.close()
-                else:
-                    generators[draft] = generator
+                generator = systems.generator("", None if draft == NONE else Cell(draft, Drafting(schedule="auto")))
             except Exception as error:
                 errors.append(in_words(error))
-        yield from (Skipped(mode, why, failed=True) for why in dict.fromkeys(errors))
-        self.drafts = [*generators]
-        try:
-            if first:
-                named = [generator for draft, generator in generators.items() if read_draft(draft).model is not None]
-                yield (named or [*generators.values()])[-1]
-            yield from self._trials(mode, generators, more)
-        except Exception as error:
-            yield Skipped(mode, in_words(error), failed=first)
-        finally:
-            for generator in generators.values():
+                continue
+            names = {repr(other.generator.draft): name for name, other in candidates.items()}
+            if draft == AUTO and (name := names.get(repr(generator.draft))):
+                yield Skipped(mode, f"it is {name} for this target", draft=draft)
                 generator.close()
-
-    def _trials(self, mode: Mode, generators: Mapping[str, SpecGenerator], more: int) -> Iterator[Trial | Skipped]:
-        """As many laps over the prompts as fit."""
-        calls = prompts_for(generators[NONE], self.prompts)
-        for draft, generator in generators.items():  # first passes are slow
+                continue
+            candidates[draft] = candidate = _Candidate(generator)
+            models.add(model)
             if (left := self._left()) > 0:
                 self._say(f"{mode.label}, draft {draft}, first passes")
-                most = left / (4 * len(generators))
-                generator.generate("def", do_sample=False, max_new_tokens=_FEW // 2, max_time=most)
-        answers: dict[str, dict[int, TimedAnswer]] = {draft: {} for draft in generators}
-        if (left := self._left()) > 0:
-            self._say(f"{mode.label}, a first answer")
-            first = self._answer(generators[NONE], *calls[0], _FEW, left / 4)
-            self._lap = max(first.seconds * len(generators), 1e-9)
-            now, seconds = self.clock(), self._share(more)
-            laps = min(max(int(seconds / self._lap), 1), len(calls))
-            turns = [(number, draft) for number in range(laps) for draft in generators]
-            for turn, (number, draft) in enumerate(turns):
-                left = now + seconds - self.clock()
-                if self._left() <= 0 or (left <= 0 and number and draft == NONE):
-                    break
-                self._say(f"{mode.label}, draft {draft}, prompt {number + 1} of {laps}")
-                self.watch.look()
-                most = min(max(left / (len(turns) - turn), first.seconds), self._left())
-                answers[draft][number] = self._answer(generators[draft], *calls[number], _TOKENS, most)
-        timed = {draft: {at for at, answer in answers[draft].items() if answer.ms} for draft in answers}
-        prompts = timed[NONE].intersection(*filter(None, timed.values()))
-        for draft in answers:
-            if prompts and timed[draft]:
-                trial = Trial(mode, draft, answers[draft], answers[NONE], generators[NONE].target.exactness)
-                yield _cut(trial, prompts)
+                generator.generate("def", do_sample=False, max_new_tokens=_WARM, max_time=left / 8)
+            if first and model is None and (left := self._left()) > 0:
+                call, *_ = prompts_for(candidates[NONE].generator, self.prompts)
+                self._few = max(self._answer(candidate, 0, call, _FEW, left / 4), 1e-9)
+        yield from (Skipped(mode, why, failed=True) for why in dict.fromkeys(errors))
+
+    def _trials(self, mode: Mode, candidates: Mapping[str, _Candidate], more: int) -> Iterator[Trial | Skipped]:
+        """As many laps over the prompts as fit."""
+        plain = candidates[NONE]
+        calls = prompts_for(plain.generator, self.prompts)
+        now, seconds = self.clock(), self._share(more)
+        laps = min(max(int(seconds / max(_WORTH * self._lap, 1e-9)), 1), len(calls))
+        turns = [(number, draft) for number in range(laps) for draft in candidates]
+        for turn, (number, draft) in enumerate(turns):
+            left = now + seconds - self.clock()
+            if self._left() <= 0 or (left <= 0 and number and draft == NONE):
+                break
+            self._say(f"{mode.label}, draft {draft}, prompt {number + 1} of {laps}")
+            self.watch.look()
+            most = min(max(left / (len(turns) - turn), self._few), self._left())
+            self._answer(candidates[draft], number, calls[number], _TOKENS, most)
+        prompts = set(plain.answers).intersection(*(one.answers for one in candidates.values() if one.answers))
+        times = dict[str, float]()
+        for draft, candidate in candidates.items():
+            if prompts and candidate.answers:
+                trial = Trial(mode, draft, candidate.answers, plain.answers, plain.generator.target.exactness)
+                yield (trial := _cut(trial, prompts))
+                times[draft] = trial.ms
             else:
-                yield Skipped(mode, _LATE, draft=draft)
+                yield Skipped(mode, _LATE, draft=draft, seconds=self._few or self._loading / len(candidates))
+        fastest = sorted(times.keys() - {NONE}, key=lambda draft: times[draft])[:_FINALISTS]
+        self.drafts = [draft for draft in candidates if draft in (NONE, *fastest)]
 
     def _share(self, more: int) -> float:
         """Seconds for the answers of this mode: of further ones, as many are left time for as leave a lap each."""
+        drafts = len(self.drafts)
         for count in range(more, -1, -1):
-            seconds = (self._left() - count * self._loading) / (count + 1)
+            later = count * min(drafts, 1 + _FINALISTS)
+            seconds = (self._left() - count * self._loading) * drafts / (drafts + later)
             if seconds >= self._lap:
                 break
         return seconds
 
     def _answer(
-        self, generator: SpecGenerator, kind: str, call: Mapping[str, Any], most: int, seconds: float | None
-    ) -> TimedAnswer:
+        self, candidate: _Candidate, number: int, call: tuple[str, Mapping[str, Any]], most: int, seconds: float
+    ) -> float:
+        """Adds an answer to prompt `number`, if enough of it came in time; returns its seconds."""
+        kind, arguments = call
         limits = {"max_new_tokens": most, "max_time": seconds}
-        out, measured = measure(generator, {**call, **PRESETS["greedy"], **limits})
+        out, measured = measure(candidate.generator, {**arguments, **PRESETS["greedy"], **limits})
         assert out.stats is not None
-        gaps = measured["gaps"]
-        decoded = len(gaps) < out.stats.num_new_tokens  # else all came at once, the prompt's reading included
-        # A draft model reads the prompt in the first round, which longer answers outweigh.
-        steady = [*dropwhile(lambda gap: gap == gaps[0], gaps)] or gaps
-        ms = 1e3 * mean(steady) if gaps and decoded else None
-        return TimedAnswer(ms, measured["first_token"], measured["seconds"], out.new_tokens()[0], out.stats, kind)
+        gaps, least = measured["gaps"], _LEAST if "time" in out.stats.finish_reasons else 1
+        if least <= len(gaps) < out.stats.num_new_tokens:  # else all came at once, the prompt's reading included
+            # A draft model reads the prompt in the first round, which is taken to last as long as the others.
+            others = [*dropwhile(lambda gap: gap == gaps[0], gaps)]
+            rounds = out.stats.num_target_passes - 1
+            ms = 1e3 * (sum(others) * rounds / (rounds - 1) if others else sum(gaps)) / len(gaps)
+            tokens, first = out.new_tokens()[0], measured["first_token"]
+            candidate.answers[number] = TimedAnswer(ms, first, tokens, out.stats, kind)
+        return measured["seconds"]

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, requires, version
 from itertools import chain
+from math import ceil
 from pathlib import Path
 from shlex import join
 from time import perf_counter as clock
@@ -43,7 +44,7 @@ _EXTRAS = {
     "structured": "answers in a form: JSON schemas, expressions, grammars",
 }
 """Extras of the package, and what they add."""
-_SECONDS = 60.0  # for a whole examination
+_SECONDS = 60.0  # for a pair
 _FIGURES = ("weights", "draft", "ms", "speedup", "speedups", "first_token", "different")
 _BUSY = "measure again on a quiet machine: other programs use its cores"
 _MARKS = {"good": ("✓", Style(color="green")), "note": ("·", PROMPT), "bad": ("✗", Style(color="red", bold=True))}
@@ -183,15 +184,15 @@ def _fit(draft: Draft, generator: SpecGenerator) -> Finding:
     return finding("guesses are checked as they are")
 
 
-def tune(request: CommandRequest, prompts: str | None, deadline: float) -> Iterator[Finding]:
-    """Tries the target with its drafts, then in fewer bits, until the deadline; the best command, and why."""
+def tune(request: CommandRequest, prompts: str | None, seconds: float) -> Iterator[Finding]:
+    """Tries the target with its drafts, then in fewer bits, for so long; the best command, and why."""
     from specdec.bench.machine import waiting_threads
     from specdec.bench.parts import Mode
     from specdec.bench.tuner import Skipped, Trial, Tuner, drafts_to_try
 
-    bar, trials, chats, failed, began = Bar(stages=True), list[Trial](), False, False, clock()
+    bar, trials, chats, failed, lacking, began = Bar(stages=True), list[Trial](), False, False, 0.0, clock()
     drafts = drafts_to_try(request.draft or "none")
-    tuner = Tuner(request.target, drafts, Mode(**request.loading), deadline, prompts, bar)
+    tuner = Tuner(request.target, drafts, Mode(**request.loading), began + seconds, prompts, bar)
     events = tuner.run()
     while True:
         with bar:
@@ -203,6 +204,7 @@ def tune(request: CommandRequest, prompts: str | None, deadline: float) -> Itera
                 failed = True
                 yield Finding("models", "failure", why, "bad")
             case Skipped(mode, why):
+                lacking += event.seconds
                 yield Finding(mode.label, _label(event.draft) if event.draft else "all drafts", why, "note")
             case Trial():
                 trials.append(event)
@@ -218,8 +220,9 @@ def tune(request: CommandRequest, prompts: str | None, deadline: float) -> Itera
     if trials or not failed:  # first, as it says what the advice is worth
         busy = tuner.watch.busy or waiting_threads() is not None
         yield Finding("best", "machine", tuner.watch.verdict(), "note", _BUSY if busy else None)
-    if not (trials or failed):
-        yield Finding("best", "command", "nothing was measured", "note", f"--seconds {2 * (clock() - began) + 60:.0f}")
+    if lacking or not (trials or failed):
+        words = f"{'not all' if trials else 'nothing'} was measured in this time"
+        yield Finding("best", "time", words, "note", f"--seconds {10 * ceil((clock() - began + lacking) / 10)}")
     if {trial.draft for trial in trials} - {NONE}:
         yield from _advice(request, trials, chats=chats)
         yield from _compared(trials)
@@ -250,17 +253,23 @@ def _advice(request: CommandRequest, trials: Sequence[Trial], *, chats: bool) ->
     from specdec.bench.tuner import best, comparable
 
     trials = comparable(trials)
-    plain, fastest = trials[0], best(trials)
-    stored = best([trial for trial in trials if trial.mode == plain.mode])
-    for name, trial in {"command": fastest, "same weights": stored}.items():
-        gain = f"{plain.ms / trial.ms:.2f}× as fast as {plain.weights} weights without a draft"
+    plain, fastest = trials[0], best(trials)[0]
+    groups = {"command": trials}
+    if fastest.mode != plain.mode:
+        groups["same weights"] = [trial for trial in trials if trial.mode == plain.mode]
+    for name, group in groups.items():
+        trial, *others = best(group)
+        count = len(trial.answers)
+        words = f"{trial.ms:.1f} ms per token on {count} prompt{'s' * (count > 1)}, "
         if trial is plain:
-            gain = "and no draft makes it faster"
-        elif trial.mode != plain.mode:
-            gain += "; fewer bits write other texts"
-        if name == "command" or trial is not fastest:
-            gain = f"{trial.ms:.1f} ms per token, {gain}"
-            yield Finding("best", name, command(request, trial, chats=chats), remedy=gain)
+            words += "and no draft makes it faster"
+        else:
+            words += f"{plain.ms / trial.ms:.2f}× as fast as {plain.weights} weights without a draft"
+        if trial.mode != plain.mode:
+            words += "; fewer bits write other texts"
+        if equals := [_label(other.draft) for other in others if other.mode == trial.mode and trial is not plain]:
+            words += f"; {', '.join(equals)}: as fast, but for noise"
+        yield Finding("best", name, command(request, trial, chats=chats), remedy=words)
 
 
 def command(request: CommandRequest, trial: Trial, *, chats: bool) -> str:
@@ -296,7 +305,7 @@ def doctor(
     prompts: str | None = flags.flag(
         "Your prompts: a text file or JSON lines, as for specdec bench; by default three kinds of text."
     ),
-    seconds: float = Option(_SECONDS, min=0.1, help="Time for all of it, loading included."),
+    seconds: float = Option(_SECONDS, min=0.1, help="Time for the models, loading included."),
     *,
     json_: bool,
 ) -> int:
@@ -307,7 +316,7 @@ def doctor(
 
     Exit code 1: something is wrong; see the line with ✗.
     """
-    deadline, findings = clock() + seconds, list[Finding]()
+    findings = list[Finding]()
     request = None if target is None else read_request(ctx.params)
     with loading("looking at the machine"):
         from specdec.bench.parts import Mode
@@ -318,7 +327,7 @@ def doctor(
         if request is not None and prompts is not None:
             pick_prompts(prompts, 1)
     here = _watched(chain(machine(), installation()))
-    for finding in chain(here, () if request is None else tune(request, prompts, deadline)):
+    for finding in chain(here, () if request is None else tune(request, prompts, seconds)):
         if not json_:
             _show(finding, headed=not findings or findings[-1].section != finding.section)
         findings.append(finding)

@@ -94,8 +94,8 @@ def test_a_pair(folders: tuple[str, str], tmp_path: Path, called: Any) -> None:
 
 def trial(draft: str, ms: float, mode: Mode, stats: Stats, *, different: int = 0, exactness: str = "exact") -> Trial:
     plain = Stats(num_target_passes=11, verify_seconds=2.0, first_token_seconds=1.0, finish_reasons=("length",))
-    answers = {at: TimedAnswer(ms, 0.5, 1.0, [int(at < different)], stats, "code") for at in range(3)}
-    return Trial(mode, draft, answers, dict.fromkeys(range(3), TimedAnswer(100.0, 0.5, 1.0, [0], plain)), exactness)
+    answers = {at: TimedAnswer(ms, 0.5, [int(at < different)], stats, "code") for at in range(3)}
+    return Trial(mode, draft, answers, dict.fromkeys(range(3), TimedAnswer(100.0, 0.5, [0], plain)), exactness)
 
 
 @pytest.mark.parametrize("busy", [True, False])
@@ -129,9 +129,10 @@ def test_advice(busy: bool, monkeypatch: pytest.MonkeyPatch, called: Any) -> Non
         "int8 weights\n  ✓ suffix ",
         "· all drafts       not tried: no time",
         "✓ command          specdec generate zoo:python-code --draft suffix --quantization int8-weight -p 'YOUR",
-        "→ 20.0 ms per token, 5.00× as fast as float32 weights without a draft; fewer bits write other texts\n",
+        "→ 20.0 ms per token on 3 prompts, 5.00× as fast as float32 weights without a draft; fewer bits write other "
+        "texts\n",
         "✓ same weights     specdec generate zoo:python-code --draft suffix -p 'YOUR PROMPT'\n"
-        "                     → 50.0 ms per token, 2.00× as fast as float32 weights without a draft\n",
+        "                     → 50.0 ms per token on 3 prompts, 2.00× as fast as float32 weights without a draft\n",
     ):
         assert words in out, words
     assert ("measure again on a quiet machine" in out) == busy
@@ -149,8 +150,8 @@ def test_no_draft_pays(monkeypatch: pytest.MonkeyPatch, called: Any) -> None:
     monkeypatch.setattr(Tuner, "run", run)
     out = called("doctor", "zoo:python-code", "-q").out
     assert (
-        "--draft none -p 'YOUR PROMPT'\n                     → 100.0 ms per token, and no draft makes it faster\n"
-        in out
+        "--draft none -p 'YOUR PROMPT'\n"
+        "                     → 100.0 ms per token on 3 prompts, and no draft makes it faster\n" in out
     )
     assert out.index("· machine ") < out.index("✓ command ")
 
@@ -169,7 +170,7 @@ def test_stages(monkeypatch: pytest.MonkeyPatch, called: Any) -> None:
     printed = called("doctor", "zoo:python-code")
     assert [line.split(": ")[-1] for line in printed.err.splitlines()] == ["loading it", "first passes"]
     assert "· suffix           not measured: no time" in printed.out
-    assert re.search(r"· command +nothing was measured\n +→ --seconds \d+\n", printed.out)
+    assert re.search(r"· time +nothing was measured in this time\n +→ --seconds \d+\n", printed.out)
     assert any("machine: " in line for line in printed.out.splitlines()[-4:])
 
 
