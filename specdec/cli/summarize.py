@@ -74,10 +74,11 @@ def summarize(
     try:
         for first in range(0, len(texts), batch_size):
             batch = all_names[first : first + batch_size]
+            if seeds:
+                options["seed"] = seeds[first * rows : (first + len(batch)) * rows]
+            words = f"summarizing {', '.join(batch)}"
+            options["progress"] = lambda done, whole, words=words: bar(done, whole, words)
             with bar:
-                bar(first, len(texts), f"summarizing {', '.join(batch)}")
-                if seeds:
-                    options["seed"] = seeds[first * rows : (first + len(batch)) * rows]
                 summaries = summarizer.summarize([texts[name] for name in batch], batch_size=batch_size, **options)
             counts.append(summaries.stats)
             for name, summary in zip(batch, summaries.documents, strict=True):

@@ -10,6 +10,7 @@ from specdec.decoding.noise import fold
 from specdec.errors import OptionError, SpecdecError
 from specdec.pipelines import Summarizer
 from specdec.pipelines.summaries.chunks import cut_text, whole_sentences
+from specdec.pipelines.summaries.summarize import BATCH
 from tests.pipelines.models import CHAT, FAMILIES, NEW, UNPRINTABLE, model, tokenizer, written
 from tests.tiny import silent
 
@@ -206,10 +207,12 @@ def test_parts_are_read_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """Side by side, and what their prompts have in common, once."""
     target, before = model("llama"), "Be brief. " * 20
     summarize = Summarizer(target, None, tokenizer=tokenizer(), template=before + "{text}", chunk_tokens=350)
-    read, forward = [], target.forward
+    read, forward, heard = [], target.forward, list[tuple[int, int]]()
     monkeypatch.setattr(target, "forward", lambda **given: read.append(given["input_ids"].shape) or forward(**given))
-    [document] = summarize.summarize([LONG], max_new_tokens=2, **CLEAN).documents
+    report = {"progress": lambda *numbers: heard.append(numbers)}
+    [document] = summarize.summarize([LONG], max_new_tokens=2, **report, **CLEAN).documents
     parts = document.parts[0]
+    assert heard == [*((done, parts) for done in range(0, parts, BATCH)), (0, 1)]
     assert parts > 4
     assert (parts - 1) in [rows for rows, _ in read]
     assert sum(rows * length for rows, length in read) < len(LONG) + 3 * len(before)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -66,6 +66,7 @@ class _Plan:
     limit: int
     truncate: bool
     batch_size: int
+    progress: Callable[[int, int], None] | None
 
 
 class Summarizer:
@@ -133,13 +134,20 @@ class Summarizer:
         return [row[0] for row in records] if all(len(row) == 1 for row in records) else records
 
     def summarize(
-        self, documents: Iterable[str], *, batch_size: int = BATCH, truncation: bool = False, **options: Any
+        self,
+        documents: Iterable[str],
+        *,
+        batch_size: int = BATCH,
+        truncation: bool = False,
+        progress: Callable[[int, int], None] | None = None,
+        **options: Any,
     ) -> Summaries:
         """The summaries of several texts, with their ids, parts and statistics.
 
         `options`: as in `SpecGenerator.generate`; `max_length` and `min_length` count the summary alone for any target.
-        `truncation` reads only the beginning of a long text. Raises OptionError before any pass for empty texts and
-        wrong options, SpecdecError where the summaries of a text's pieces are no shorter than the text.
+        `truncation` reads only the beginning of a long text. `progress(done, whole)` hears of pieces before each batch,
+        and anew of their summaries, which are pieces of a shorter text. Raises OptionError before any pass for empty
+        texts and wrong options, SpecdecError where the summaries of a text's pieces are no shorter than the text.
         """
         texts = _check_documents(documents)
         if not isinstance(truncation, bool):
@@ -150,7 +158,7 @@ class Summarizer:
                 "`prediction` goes with one prompt, a Summarizer makes its own: call SpecGenerator for it"
             )
         refuse_outputs("Summarizer", options)
-        plan = self._plan(options, truncation, batch_size)
+        plan = self._plan(options, truncation, batch_size, progress)
         if name := next((name for name in ("min_length", "min_new_tokens") if options.get(name)), None):
             for number, length in enumerate(self._count(texts, plan.limit)):
                 if options[name] > length:
@@ -207,6 +215,8 @@ class Summarizer:
         documents, stats = list[Summary](), list[Stats]()
         rows = len(seeds) // len(prompts) if seeds else 0
         for first in range(0, len(prompts), plan.batch_size):
+            if plan.progress is not None:
+                plan.progress(first, len(prompts))
             batch = prompts[first : first + plan.batch_size]
             part_seeds = seeds[first * rows : (first + len(batch)) * rows] if seeds else None
             out = self.generator.generate(batch, **{**arguments, "seed": part_seeds})
@@ -246,7 +256,7 @@ class Summarizer:
         options = {} if processor else {"tokenizer_kwargs": {"verbose": False}}
         return [chat_ids(chat, self._tokenizer, processor, add_generation_prompt=True, **options) for chat in chats]
 
-    def _plan(self, arguments: dict[str, Any], truncate: bool, batch_size: int) -> _Plan:
+    def _plan(self, arguments: dict[str, Any], truncate: bool, batch_size: int, progress: Any) -> _Plan:
         """The call's options; lengths count the summary alone."""
         options = self.generator.options(**arguments)
         limit = options.max_new_tokens or options.max_length
@@ -265,7 +275,7 @@ class Summarizer:
                 f"{limit} new tokens leave no room for a text before them, since the target reads {room + limit} at "
                 "most: lower `max_new_tokens`"
             )
-        return _Plan(options, arguments, room, limit, truncate, batch_size)
+        return _Plan(options, arguments, room, limit, truncate, batch_size, progress)
 
     def _count(self, texts: Sequence[str], limit: int) -> list[int]:
         return list(map(len, self._ids(texts, limit)))
