@@ -145,9 +145,11 @@ def transcribe(
     except KeyboardInterrupt:
         way = "leave these files out to resume (or pass --output-dir and --resume)"
         if output_dir is not None:
-            way = "run the same command with --resume to resume"
+            way = f"run the same command {'again' if resume else 'with --resume'} to resume"
         say(f"{len(are_read)} of {len(recordings)} recordings are done; {way}")
         raise
+    if failed := are_read.count(False):
+        say(f"{failed} of {len(recordings)} recordings could not be read")
     remark(f"{clock() - began:.1f} s in all, {loaded - began:.1f} s of them to load")
     return OK if all(are_read) else FAILED
 

@@ -112,7 +112,7 @@ class Stats:
             ),
             ("mean acceptance length", f"{self.mean_acceptance_length:.2f}", f"{self.num_spec_steps} steps"),
             ("acceptance histogram", "", " ".join(map(str, self.acceptance_histogram))),
-            ("saved time", f"{self.saved_seconds:.3f} s", self.draft_advice),
+            ("saved time", f"{self.saved_seconds:.3f} s" if self.saved_seconds else "not measured", self.draft_advice),
         )
         first = [("first token", f"{self.first_token_seconds:.2f} s", f"models loaded in {self.loading_seconds:.1f} s")]
         parts = {name: getattr(self, f"{name}_seconds") for name in ("draft", "verify", "select", "other")}

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import shutil
 import signal
 import sys
@@ -248,6 +249,7 @@ def test_lines_of_decoder_libraries_stay_off_the_screen(
     assert run_command(["transcribe", str(cut), str(text), *model]) == 1
     err = capfd.readouterr().err
     assert "text.mp3 is not sound" in err
+    assert re.search(r"\d of 2 recordings could not be read", err)
     assert "s of sound in" in err
     assert not [line for line in err.splitlines() if "Header" in line or "Xing" in line]
 
@@ -270,7 +272,7 @@ def test_what_was_heard_stays(
         code, _, err = typed("short.wav", "long.wav", *flags)
         assert code == 130
         assert "stopping after these windows" in err
-        assert "1 of 2 recordings are done; run the same command with --resume to resume" in err
+        assert "1 of 2 recordings are done; run the same command again to resume" in err
         code, _, err = typed("long.wav", *flags)
         assert (code, "long.wav what was heard until now is written" in err) == (130, True)
     part = tmp_path / f"long.part.{kind}"
