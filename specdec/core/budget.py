@@ -26,7 +26,8 @@ class Budget:
     `pass_cost` of a draft pass for all its sequences together, are in tokens that decoding makes in the same seconds.
     `pace`: how many times as fast as plain decoding rounds were of late. In the bins `untested`, few guesses were
     verified yet: the first guess of a chain is proposed anyway, to learn. `siblings`: beside each guess of a chain,
-    other tokens that are worth their node may be proposed; no pass continues them.
+    other tokens that are worth their node may be proposed; no pass continues them. `match`: a chain also ends where its
+    last tokens, so many, occurred before in the text and the chain; 0: nowhere.
     """
 
     limit: int
@@ -41,6 +42,7 @@ class Budget:
     pace: float = 1.0
     untested: frozenset[int] = frozenset()
     siblings: bool = False
+    match: int = 0
     _chances: dict[tuple[float, ...], float] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @classmethod

@@ -60,9 +60,10 @@ class Choice(NamedTuple):
 class ChainRule(NamedTuple):
     """How one call makes a whole chain: at most `most` guesses, by `choice` over `width` tokens.
 
-    It goes on while a further pass pays by its `budget`, and ends after a token of `ends`. Unless the budget needs
-    confidences, every probability is returned as 1. With `needs_q`, q is returned as well. `siblings`: how many of the
-    tokens that come next are returned for each guess: the likeliest, or those that the noise favours.
+    It goes on while a further pass pays by its `budget`, and ends after a token of `ends`, or where the budget's
+    `match` is found in `text`. Unless the budget needs confidences, every probability is returned as 1. With `needs_q`,
+    q is returned as well. `siblings`: how many of the tokens that come next are returned for each guess: the likeliest,
+    or those that the noise favours.
     """
 
     most: int
@@ -72,6 +73,7 @@ class ChainRule(NamedTuple):
     ends: Collection[int] = ()
     needs_q: bool = False
     siblings: int = 0
+    text: Sequence[int] = ()
 
 
 class Chained(NamedTuple):

@@ -8,6 +8,7 @@
 //                  min(bases[b] + p * rates[b], 1)
 //   least          the chain goes on while the product of the chances of its guesses is more than that
 //   pass_cost      all chains end unless the chances of those that go on exceed their `least` by so much in sum
+//   text, match    the chain ends where its last tokens, `match` of them, occurred before in text and chain; 0: nowhere
 //
 // A head reads a token's embedding beside the hidden state that the previous pass returned.
 //
@@ -91,10 +92,11 @@ Guess favoured(const float* scores, int64_t count, float most, uint64_t address,
 }
 
 // The rule of a row's chain: filters, noise of a choice, most guesses, number of tokens to choose from, tokens that end
-// the chain, siblings of a guess, edges, bases, rates, least chance, cost of a pass, whether probabilities are needed,
-// and whether scores are kept.
+// the chain, siblings of a guess, text, match, edges, bases, rates, least chance, cost of a pass, whether probabilities
+// are needed, and whether scores are kept.
 using Rule = std::tuple<std::vector<std::tuple<std::string, Numbers>>, std::vector<int64_t>, int64_t, int64_t,
-                        std::vector<int64_t>, int64_t, Numbers, Numbers, Numbers, double, double, bool, bool>;
+                        std::vector<int64_t>, int64_t, std::vector<int64_t>, int64_t, Numbers, Numbers, Numbers, double,
+                        double, bool, bool>;
 
 // The chain of a row.
 struct Chain {
@@ -102,6 +104,8 @@ struct Chain {
   int64_t most, width;
   std::vector<int64_t> ends;
   int64_t siblings;
+  std::vector<int64_t> text;  // and behind it the guesses
+  int64_t match;
   std::vector<double> edges, bases, rates;
   double least, pass_cost;
   bool confident, keeps_scores;
@@ -112,8 +116,8 @@ struct Chain {
 
   explicit Chain(Rule rule) {
     std::vector<std::tuple<std::string, Numbers>> filters;
-    std::tie(filters, choice.noise, most, width, ends, siblings, edges, bases, rates, least, pass_cost, confident,
-             keeps_scores) = std::move(rule);
+    std::tie(filters, choice.noise, most, width, ends, siblings, text, match, edges, bases, rates, least, pass_cost,
+             confident, keeps_scores) = std::move(rule);
     for (const auto& [name, numbers] : filters) choice.filters.push_back(filter(name, numbers));
   }
 
@@ -125,16 +129,24 @@ struct Chain {
     others.resize(1 + siblings);
     for (auto [other, share] : others) tokens.push_back(other), probabilities.push_back(share);
     for (auto& filter : choice.filters) filter->follow(token);
+    text.push_back(token);
     auto bin = std::upper_bound(edges.begin(), edges.end(), probability) - edges.begin();
     chance *= std::min(bases.at(bin) + probability * rates.at(bin), 1.0);
     return chance > least && step + 1 < most &&  // NaN is not large enough
-           std::find(ends.begin(), ends.end(), token) == ends.end();
+           std::find(ends.begin(), ends.end(), token) == ends.end() && !occurred();
   }
 
   // The last guess.
   int64_t last() const { return tokens.end()[-1 - siblings]; }
 
  private:
+  // Whether the last tokens, `match` of them, occurred before.
+  bool occurred() const {
+    if (match <= 0 || match >= static_cast<int64_t>(text.size())) return false;
+    auto end = text.end();
+    return std::search(text.begin(), end - 1, end - match, end) != end - 1;
+  }
+
   // Guess `step` from logits `[vocab]`; its probability is NaN if the largest score is not a number or infinite.
   Guess guess(const at::Tensor& logits, int64_t step) {
     Guess none{0, std::nan(""), {}};

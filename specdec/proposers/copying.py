@@ -145,6 +145,10 @@ class TextProposer(Proposer):
         self._readings[seq.id] = reading
         return reading.guess.tokens, reading.guess.confidence
 
+    def rate(self, match: int) -> float:
+        """The probability of a guess after so many matched tokens."""
+        return self._draft.calibration.rates(match, 1)[0]
+
     def after(self, seq: SequenceView, tail: list[int], limit: int) -> tuple[list[int], list[float]]:
         """At most `limit` tokens that may follow the text and `tail`, and their confidence."""
         if seq.id not in self._readings or self._readings[seq.id].num_read < len(seq.tokens):

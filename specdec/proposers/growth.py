@@ -88,6 +88,12 @@ class Feed(NamedTuple):
     work: Work
 
 
+def occurred(tokens: Sequence[int], count: int) -> bool:
+    """Whether the last `count` of the tokens occurred before in them; False for 0."""
+    tail = tokens[-count:]
+    return count > 0 and any(tokens[at : at + count] == tail for at in range(len(tokens) - count))
+
+
 class ChainGrowth:
     """A chain that grows for one sequence in this round, with siblings; in the cache its guesses follow the text.
 
@@ -126,6 +132,7 @@ class ChainGrowth:
         elif q is not None:
             self.q.append(q)
         ended = len(self.tokens) >= self.limit or token >= self._readable or token in task.ends
+        ended = ended or occurred([*seq.tokens, *self.tokens], self.budget.match)
         self.gain = 0.0 if ended else self.budget.gain([self.confidence])
         # The session holds guesses as text too.
         return Work.text(work.row, [token]) if self.gain > 0 else None
@@ -142,7 +149,8 @@ class ChainGrowth:
         if (choice := task.sampler.choice(self.seq)) is None:
             return None
         needs_q = task.sampler.needs_q
-        return ChainRule(self.limit, width, choice, self.budget, task.ends, needs_q, self._num_siblings)
+        text = self.seq.tokens if self.budget.match else ()
+        return ChainRule(self.limit, width, choice, self.budget, task.ends, needs_q, self._num_siblings, text)
 
     def take_all(
         self,

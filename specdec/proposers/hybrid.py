@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from operator import mul
 from time import perf_counter
@@ -26,6 +26,7 @@ _RECENT = 0.85  # weight of a round without the model for each token that follow
 _LONG = 0.995  # the same, of a copied token
 _NEAR = 0.85  # the same, in one text
 _WAIT = 4  # tokens of a text in which copies may show themselves
+_MATCHES = (4, 8, 16, 32)  # tokens, matched, after which copies may take over from a chain
 _FEW = 32  # tokens that a pass reads beside a guess
 
 
@@ -62,8 +63,8 @@ class HybridDraft(WrappedDraft):
 
     The text draft guesses in every round, used or not, and learns from the emitted tokens; the model drafts only where
     it is chosen, and then reads what it missed, if the rest of the text is long enough for that. Its chains go on with
-    copies of what followed the same tokens before. The choice precedes the model's draws, so q stays their
-    distribution. `odds`: what all its proposers learned.
+    copies of what followed the same tokens before, as soon as these are worth more than its guesses. The choice
+    precedes the model's draws, so q stays their distribution. `odds`: what all its proposers learned.
     """
 
     reads_predictions = True
@@ -107,7 +108,8 @@ class HybridProposer(WrappedProposer):
             tree = cut(*self._text.guess(seq, budget.limit), seq, adapt_budget(budget, None, costs), self._source)
             self._copies[seq.id] = tree
             if self._prefers_model(seq, budget, tree, *costs):
-                self._chosen[seq.id] = adapt_budget(budget, self._odds.acceptance, costs)
+                guessing = adapt_budget(budget, self._odds.acceptance, costs)
+                self._chosen[seq.id] = replace(guessing, match=self._handover(costs[0]))
         chosen = [seq for seq in seqs if seq.id in self._chosen]
         return self._inner.begin_round(chosen, [*self._chosen.values()]) if chosen else ()
 
@@ -197,6 +199,11 @@ class HybridProposer(WrappedProposer):
         if tree.tokens and (unread > _FEW or gain <= copies):
             return False
         return unread <= _FEW or self._gains_by_reading(seq, unread, budget)
+
+    def _handover(self, pass_cost: float) -> int:
+        """After how many matched tokens a copy is worth as much as a guess less its pass; 0: after none."""
+        worth = self._odds.acceptance.mean - pass_cost
+        return next((match for match in _MATCHES if self._text.rate(match) >= worth), 0)
 
     def _gains_by_reading(self, seq: SequenceView, unread: int, budget: Budget) -> bool:
         """Whether the model saves more in the rest of the text than it takes to read the `unread` part of it.

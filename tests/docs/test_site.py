@@ -119,7 +119,7 @@ def test_a_page_of_classes() -> None:
     assert "\n## SpecGenerator\n\n`SpecGenerator(target, draft=None, *, tokenizer=None" in page
     assert "| `generate(prompt=None, *, messages=None, **options)` | Decodes `prompt`: " in page
     assert "| `tokens_per_second` | New tokens of all sequences per second of wall time. |" in page
-    assert "`ChainRule(most, width, choice=…, budget=…, ends=(), needs_q=False, siblings=0)`" in made.classes(
+    assert "`ChainRule(most, width, choice=…, budget=…, ends=(), needs_q=False, siblings=0, text=())`" in made.classes(
         "reference/types.md"
     )
     assert "\n::: specdec.core.stats.Stats\n" in made.directives("reference/api.md")

@@ -2,6 +2,7 @@
 
 import math
 import random
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -31,7 +32,8 @@ TESTED = [(0.02, False), (0.05, False), (0.05, True), (0.3, True), (0.6, True), 
 BUDGETS = [
     Budget.sure(5), Budget.sure(1), Budget.sure(20, 0.1), Acceptance().budget(12, 0.05, 0.02, 1),
     Acceptance().after(TESTED, 7).budget(12, 0.01, 0.002, 1), Acceptance().after(TESTED, 7).budget(32, 0.0, 0.0, 1),
-    Acceptance().after(TESTED, 7).budget(12, 0.01, 0.013, 1, siblings=True),
+    Acceptance().after(TESTED, 7).budget(12, 0.01, 0.013, 1, siblings=True), replace(Budget.sure(12), match=1),
+    replace(Budget.sure(12), match=2),
 ]  # fmt: skip
 WIDTH = 60  # of the target's vocabulary; the drafts' has four more
 
@@ -96,6 +98,24 @@ def test_as_pass_by_pass(name: str, together: bool, chains: list[int]) -> None:
     assert chains == ([count] * 7 if together else [1] * 7 * count)
     assert len(lengths) > 5
     assert wide > 3
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_chain_ends_where_its_tokens_occurred(number: int) -> None:
+    """In the text or in the chain; the shorter the match, the sooner."""
+    row = FakeSequence([*range(WIDTH)] * 2 + [7, 3], task=task(GreedySampler(Processors(), WIDTH)))
+    [whole], *ended = (
+        opened(models("llama")[number]).propose([row], [replace(Budget.sure(20), match=match)]) for match in (0, 1, 2)
+    )
+    for match, [tree] in enumerate(ended, 1):
+        seen, tokens = [*row.tokens], []
+        for token in whole.tokens:
+            tokens.append(token)
+            if any(seen[at : at + match] == [*seen, token][-match:] for at in range(len(seen) - match + 1)):
+                break
+            seen.append(token)
+        assert tree.tokens == tokens
+    assert len(ended[0][0]) == 1 < len(ended[1][0]) < len(whole)
 
 
 def test_no_guess(monkeypatch: pytest.MonkeyPatch) -> None:

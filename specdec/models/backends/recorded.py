@@ -179,7 +179,7 @@ def _numbers(rule: ChainRule) -> tuple[object, ...]:
     budget = rule.budget
     bins = [*budget.edges], [*budget.bases], [*budget.rates]
     costs = budget.node_cost / budget.later, budget.pass_cost / budget.later
-    chain = rule.most, rule.width, [*rule.ends], rule.siblings
+    chain = rule.most, rule.width, [*rule.ends], rule.siblings, [*rule.text], budget.match
     return *chosen, *chain, *bins, *costs, budget.needs_confidence, rule.needs_q
 
 
