@@ -7,18 +7,17 @@ prompt, or `{"error"}`. All engines decode greedily, to the end of the text at m
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from itertools import islice, takewhile
 from typing import Any
+
+from worker import Answers, serve
 
 Generate = Callable[[list[int], int], "tuple[list[int], float] | tuple[list[int], float, float]"]
 """From a prompt's ids and a number of tokens to at most so many new ids, the seconds until the first of them, and all
@@ -270,28 +269,19 @@ def installed(distribution: str) -> str:
         return "(checkout)"
 
 
-def main() -> None:
-    """Loads what the first line names and answers the others; whatever else is printed goes to stderr."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent process
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
+def start(task: dict[str, Any]) -> tuple[str, Answers]:
+    """An engine with its models, by the task's fields."""
+    asked = Task(**task)
+    engine = ENGINES[asked.engine]
+    generate = engine.start(asked)
 
-    def answer(**values: Any) -> None:
-        print(json.dumps(values), file=answers, flush=True)
+    def answer(line: dict[str, Any]) -> dict[str, Any]:
+        began = time.perf_counter()
+        tokens, first, *seconds = generate(line["ids"], line["tokens"])
+        return {"tokens": tokens, "first": first, "seconds": (seconds or [time.perf_counter() - began])[0]}
 
-    try:
-        task = Task(**json.loads(sys.stdin.readline()))
-        engine = ENGINES[task.engine]
-        generate = engine.start(task)
-        answer(ready=f"{engine.distribution} {installed(engine.distribution)}")
-        for line in sys.stdin:
-            asked = json.loads(line)
-            began = time.perf_counter()
-            tokens, first, *seconds = generate(asked["ids"], asked["tokens"])
-            answer(tokens=tokens, first=first, seconds=(seconds or [time.perf_counter() - began])[0])
-    except Exception as error:
-        answer(error=f"{type(error).__name__}: {' '.join(str(error).split())[:160]}")
+    return f"{engine.distribution} {installed(engine.distribution)}", answer
 
 
 if __name__ == "__main__":
-    main()
+    serve(start)

@@ -5,19 +5,16 @@
     python benchmarks/peers/run.py gguf --target MODEL --gguf MODEL.gguf --gguf-draft DRAFT.gguf --llama PROGRAM
 
 Each system (an engine, and how it drafts) is a process of its own, so that engines may live in environments of their
-own; the others sleep meanwhile. "ms per token" are those after the first token; "first" is the time until that. Ratios
-are medians over prompts of ratios of median times. Texts are compared with the first system's, which is specdec's plain
-one if that runs: "agrees" counts the tokens before the first that differs, of all tokens. Ctrl-C ends the turns: the
-figures so far are printed.
+own; the others are stopped meanwhile. "ms per token" are those after the first token; "first" is the time until that.
+Ratios are medians over prompts of ratios of median times. Texts are compared with the first system's, which is
+specdec's plain one if that runs: "agrees" counts the tokens before the first that differs, of all tokens. Ctrl-C ends
+the turns: the figures so far are printed.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -26,13 +23,13 @@ from dataclasses import asdict
 from fnmatch import fnmatch
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from engines import ENGINES, Task
 from measure import Watch, interleaved, ratio, read_prompts, table
 from transformers import AutoTokenizer
+from worker import Worker
 
 from specdec.bench.machine import provenance
 from specdec.options.bundled_models import pair
@@ -42,18 +39,14 @@ MODELS = ("target", "draft", "openvino", "gguf", "gguf_draft", "llama")
 Times = list[list[float]]
 
 
-class Worker:
-    """One system in its own process; raises RuntimeError with the engine's words where it fails.
-
-    `outputs`, `first` and `rest` have one entry per call: the tokens, seconds to the first, seconds per later token.
+class System(Worker):
+    """One system; `outputs`, `first` and `rest` have one entry per call: the tokens, seconds to the first, seconds per
+    later token.
     """
 
     def __init__(self, python: str, task: Task, tokens: int) -> None:
-        where = {"VLLM_CPU_KVCACHE_SPACE": "1", **os.environ, "PYTHONPATH": str(HERE.parents[1])}
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-        self._process = subprocess.Popen([python, str(HERE / "engines.py")], text=True, env=where, **pipes)
+        super().__init__(python, str(HERE / "engines.py"), **asdict(task))
         self._tokens = tokens
-        self.version: str = self._ask(asdict(task))["ready"]
         self.forget()
 
     def forget(self) -> None:
@@ -68,44 +61,10 @@ class Worker:
             del kept[calls:]
 
     def __call__(self, ids: list[int]) -> None:
-        answer = self._ask({"ids": ids, "tokens": self._tokens})
+        answer = self.ask(ids=ids, tokens=self._tokens)
         self.outputs.append(answer["tokens"])
         self.first.append(answer["first"])
         self.rest.append((answer["seconds"] - answer["first"]) / max(len(answer["tokens"]) - 1, 1))
-
-    def _ask(self, what: dict[str, Any]) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        with suppress(BrokenPipeError):
-            print(json.dumps(what), file=self._process.stdin, flush=True)
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"the process ended with code {self._process.wait()}")
-        answer: dict[str, Any] = json.loads(line)
-        if "error" in answer:
-            raise RuntimeError(answer["error"])
-        return answer
-
-    def leave(self) -> None:
-        """Lets the process end, which waits for its next prompt, and with it the engine's own processes."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-
-    def wait(self) -> None:
-        """Until it has ended."""
-        try:
-            self._process.wait(30)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-
-
-class Pause(Watch):
-    """Lets the engine before come to rest: some go on spinning for a while after their answer."""
-
-    def look(self) -> None:
-        """A pause, then the look."""
-        time.sleep(0.3)
-        super().look()
 
 
 def tasks(args: argparse.Namespace) -> list[Task]:
@@ -123,14 +82,14 @@ def tasks(args: argparse.Namespace) -> list[Task]:
     return [task for task in found if any(fnmatch(task.name, pattern) for pattern in args.only)]
 
 
-def started(every: list[Task], args: argparse.Namespace, warm_up: list[int]) -> dict[str, Worker | str]:
+def started(every: list[Task], args: argparse.Namespace, warm_up: list[int]) -> dict[str, System | str]:
     """Every system's worker after one prompt, or the words in which it failed."""
     pythons = dict(entry.split("=", 1) for entry in args.python)
-    found: dict[str, Worker | str] = {}
+    found: dict[str, System | str] = {}
     for task in every:
         began = time.perf_counter()
         try:
-            worker = Worker(pythons.get(task.engine, sys.executable), task, args.tokens)
+            worker = System(pythons.get(task.engine, sys.executable), task, args.tokens)
             found[task.name] = worker
             for _ in range(args.warm_up):
                 worker(warm_up)
@@ -161,7 +120,7 @@ def agreeing(expected: list[list[int]], got: list[list[int]]) -> str:
     return f"{same}/{sum(map(len, expected))}"
 
 
-def report(workers: dict[Task, Worker], cases: int) -> str:
+def report(workers: dict[Task, System], cases: int) -> str:
     """The table: each system beside its own plain decoding, and beside each engine's plain and best."""
     rest = {task: by_case(worker.rest, cases) for task, worker in workers.items()}
     reference, *others = workers
@@ -218,18 +177,16 @@ def main() -> None:
         return tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=True)["input_ids"]
 
     prompts = [ids(text) for text in read_prompts(args.prompts, args.count)]
-    watch = Pause()
+    watch = Watch()
     every = tasks(args)
     found = started(every, args, prompts[0])
-    workers = {task: worker for task in every if isinstance(worker := found[task.name], Worker)}
+    workers = {task: worker for task in every if isinstance(worker := found[task.name], System)}
     try:
         with suppress(KeyboardInterrupt):
             interleaved({task.name: worker for task, worker in workers.items()}, prompts, args.repeats, watch)
     finally:
         for worker in workers.values():
-            worker.leave()
-        for worker in workers.values():
-            worker.wait()
+            worker.end()
     calls = min(len(worker.rest) for worker in workers.values())
     if not calls:
         sys.exit("interrupted before every system had answered")

@@ -5,7 +5,7 @@
         --openvino OV --openvino-int8 OV_INT8 --python openvino=OV_VENV/bin/python
 
 The recordings are heard as one, in English, with timestamps and without a second try at another temperature; greedy, or
-with `--beams`. Each engine is a process of its own, which sleeps while another works. Ratios are those of medians.
+with `--beams`. Each engine is a process of its own, which is stopped while another works. Ratios are those of medians.
 "other words" is the word error rate beside the text of the first system, "word error" beside what is said; "MB" the
 most memory that was resident. An engine whose model is not named is left out. "as it comes" has no option but the
 model's name.
@@ -14,12 +14,9 @@ model's name.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,6 +25,8 @@ from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from worker import Answers, Worker, serve
 
 RATE = 16_000
 Hear = Callable[[Any], str]
@@ -93,70 +92,38 @@ SYSTEMS: dict[str, tuple[str, str, str, Callable[[dict[str, Any]], Hear]]] = {
 }
 
 
-class Worker:
-    """One system in its own process, stopped while it is not asked; raises RuntimeError with its words."""
+class System(Worker):
+    """One system; `texts` and `seconds` have one entry per call."""
 
-    def __init__(self, python: str, task: dict[str, Any]) -> None:
-        where = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-        self._process = subprocess.Popen([python, __file__, "--work"], text=True, env=where, **pipes)
+    def __init__(self, python: str, **task: Any) -> None:
+        super().__init__(python, __file__, "--work", **task)
         self.texts: list[str] = []
         self.seconds: list[float] = []
         self.megabytes = 0.0
-        try:
-            self.version = self._ask(json.dumps(task))["ready"]
-        finally:
-            self._process.send_signal(signal.SIGSTOP)
 
     def __call__(self) -> None:
         """Hears the recording once."""
-        self._process.send_signal(signal.SIGCONT)
-        try:
-            answer = self._ask("again")
-        finally:
-            self._process.send_signal(signal.SIGSTOP)
+        answer = self.ask()
         self.texts.append(answer["text"])
         self.seconds.append(answer["seconds"])
         self.megabytes = answer["megabytes"]
 
-    def _ask(self, line: str) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        print(line, file=self._process.stdin, flush=True)
-        answer: dict[str, Any] = json.loads(self._process.stdout.readline() or '{"error": "the process ended"}')
-        if "error" in answer:
-            raise RuntimeError(answer["error"])
-        return answer
 
-    def end(self) -> None:
-        """Ends the process."""
-        self._process.kill()
-        self._process.wait()
+def work(task: dict[str, Any]) -> tuple[str, Answers]:
+    """The system that the task names, which hears the recording for every line."""
+    import numpy as np
 
+    _, distribution, _, start = SYSTEMS[task["system"]]
+    hear, sound = start(task), np.load(task["sound"])
 
-def work() -> None:
-    """Loads the system that the first line names and hears the recording for every further one."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
+    def answer(_: dict[str, Any]) -> dict[str, Any]:
+        began = time.perf_counter()
+        text = hear(sound)
+        seconds = time.perf_counter() - began
+        status = Path("/proc/self/status").read_text()  # `ru_maxrss` counts the process that started this one too
+        return {"text": text, "seconds": seconds, "megabytes": int(re.findall(r"VmHWM:\s+(\d+)", status)[0]) / 1024}
 
-    def answer(**values: Any) -> None:
-        print(json.dumps(values), file=answers, flush=True)
-
-    try:
-        import numpy as np
-
-        task = json.loads(sys.stdin.readline())
-        _, distribution, _, start = SYSTEMS[task["system"]]
-        hear, sound = start(task), np.load(task["sound"])
-        answer(ready=f"{distribution} {version(distribution)}")
-        for _ in sys.stdin:
-            began = time.perf_counter()
-            text = hear(sound)
-            seconds = time.perf_counter() - began
-            status = Path("/proc/self/status").read_text()  # `ru_maxrss` counts the process that started this one too
-            answer(text=text, seconds=seconds, megabytes=int(re.findall(r"VmHWM:\s+(\d+)", status)[0]) / 1024)
-    except Exception as error:
-        answer(error=f"{type(error).__name__}: {' '.join(str(error).split())[:160]}")
+    return f"{distribution} {version(distribution)}", answer
 
 
 def words(text: str) -> str:
@@ -192,7 +159,7 @@ def main() -> None:
     args, watch = arguments(), Watch()
     pythons = dict(entry.split("=", 1) for entry in args.python)
     sound = np.concatenate([read_audio(file, RATE).samples for file in args.audio]).astype(np.float32)
-    workers: dict[str, Worker] = {}
+    workers: dict[str, System] = {}
     failed: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as folder:
         np.save(f"{folder}/sound.npy", sound)
@@ -204,7 +171,7 @@ def main() -> None:
                     continue
                 task = {"system": name, "sound": f"{folder}/sound.npy", "beams": args.beams, **models}
                 try:
-                    worker = Worker(pythons.get(engine, sys.executable), task)
+                    worker = System(pythons.get(engine, sys.executable), **task)
                     workers[name] = worker
                     worker()  # does not count
                     worker.texts.clear()
@@ -216,7 +183,6 @@ def main() -> None:
             for turn in range(args.repeats):
                 names = list(workers)
                 for name in names[turn % len(names) :] + names[: turn % len(names)]:
-                    time.sleep(0.3)  # threads of the engine before come to rest
                     watch.look()
                     workers[name]()
         finally:
@@ -248,4 +214,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    work() if sys.argv[1:] == ["--work"] else main()
+    serve(work) if sys.argv[1:] == ["--work"] else main()
