@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -184,15 +185,20 @@ def _fit(draft: Draft, generator: SpecGenerator) -> Finding:
     return finding("guesses are checked as they are")
 
 
-def tune(request: CommandRequest, prompts: str | None, seconds: float) -> Iterator[Finding]:
-    """Tries the target with its drafts, then in fewer bits, for so long; the best command, and why."""
-    from specdec.bench.machine import waiting_threads
+def tune(request: CommandRequest, prompts: str | None, seconds: float, load: float) -> Iterator[Finding]:
+    """Tries the target with its drafts, then in fewer bits, for so long; the best command, and why.
+
+    `load`: the machine's, before this program.
+    """
+    from specdec.bench.machine import Watch, waiting_threads
     from specdec.bench.parts import Mode
     from specdec.bench.tuner import Skipped, Trial, Tuner, drafts_to_try
 
     bar, trials, chats, failed, lacking, began = Bar(stages=True), list[Trial](), False, False, 0.0, clock()
     drafts = drafts_to_try(request.draft or "none")
-    tuner = Tuner(request.target, drafts, Mode(**request.loading), began + seconds, prompts, bar)
+    tuner = Tuner(
+        request.target, drafts, Mode(**request.loading), began + seconds, prompts, bar, watch=Watch(load=load)
+    )
     events = tuner.run()
     while True:
         with bar:
@@ -316,7 +322,7 @@ def doctor(
 
     Exit code 1: something is wrong; see the line with ✗.
     """
-    findings = list[Finding]()
+    findings, load = list[Finding](), os.getloadavg()[0]  # before this program adds to it
     request = None if target is None else read_request(ctx.params)
     with loading("looking at the machine"):
         from specdec.bench.parts import Mode
@@ -327,7 +333,7 @@ def doctor(
         if request is not None and prompts is not None:
             pick_prompts(prompts, 1)
     here = _watched(chain(machine(), installation()))
-    for finding in chain(here, () if request is None else tune(request, prompts, seconds)):
+    for finding in chain(here, () if request is None else tune(request, prompts, seconds, load)):
         if not json_:
             _show(finding, headed=not findings or findings[-1].section != finding.section)
         findings.append(finding)

@@ -328,6 +328,8 @@ def test_drafts_have_the_names_that_users_gave(draft: str) -> None:
     with asking(app(model_of(draft))) as c:
         [card] = c.get("/v1/models").json()["data"]
     assert card["specdec"]["draft"] == {"none": None, "hybrid": "suffix+model"}.get(draft, draft)
+    assert card["specdec"]["weights"] == "float32"
+    assert card["specdec"]["draft_weights"] == ["float32"] * (draft in ("model", "hybrid"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

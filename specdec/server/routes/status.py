@@ -170,5 +170,7 @@ def _card(host: Host, state: State) -> dict[str, Any]:
             "draft": None if generator.draft is None else generator.draft.kind,
             "exactness": generator.target.exactness,
             "backend": generator.target.backend,
+            "weights": generator.target.weight_kind,
+            "draft_weights": [model.weight_kind for model in generator.draft.models] if generator.draft else [],
         },
     }
