@@ -136,7 +136,8 @@ class OpenDrafts:
             proposals |= {seq.id: EMPTY for seq in readers if seq not in unread}
             rest = {seq: budget for seq, budget in rest.items() if seq.id not in proposals}
         if rest:
-            proposals |= self._ask(opened.proposer, rest)
+            trees = opened.proposer.propose([*rest], [*rest.values()])
+            proposals |= self._checked(trees, rest, type(opened.proposer).__name__)
         for seq, before in unread.items():
             self.count(seq, before, opened.proposer.unread(seq))
         return proposals
@@ -172,12 +173,11 @@ class OpenDrafts:
                 return {seq.id: tree}
         return {}
 
-    def _ask(self, proposer: Proposer, budgets: Mapping[RunningSequence, Budget]) -> dict[int, Tree]:
-        """A proposer's trees by sequence id, cut before the first token that processors forbid.
+    def _checked(self, trees: Any, budgets: Mapping[RunningSequence, Budget], kind: str) -> dict[int, Tree]:
+        """What a proposer of this `kind` proposed, by sequence id, cut before the first token that processors forbid.
 
         Raises DraftError unless there is one Tree per sequence.
         """
-        trees, kind = proposer.propose([*budgets], [*budgets.values()]), type(proposer).__name__
         is_list = isinstance(trees, list | tuple)
         if not is_list or len(trees) != len(budgets) or not all(isinstance(tree, Tree) for tree in trees):
             kinds = f"[{', '.join(type(tree).__name__ for tree in trees)}]" if is_list else type(trees).__name__
