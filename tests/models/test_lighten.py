@@ -23,7 +23,7 @@ PROMPT = "def add(a, b):"
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets tiny drafts count as large, and 4 bits as faster."""
     monkeypatch.setattr(lighten, "_LEAST", 0)
-    monkeypatch.setattr(lighten, "holds", lambda *_: True)
+    monkeypatch.setattr(lighten, "measured", lambda *_: [1])
 
 
 def kinds(model: Any) -> dict[str, str]:
@@ -110,10 +110,10 @@ def whisper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
 @pytest.mark.parametrize(
     ("faster", "dtype", "encoder", "head"),
     [
-        (("1500 rows: bfloat16", "1500 rows: int8", "1 rows: int8"), torch.bfloat16, "int8", "bfloat16"),
-        (("1500 rows: bfloat16",), torch.bfloat16, "bfloat16", "bfloat16"),
-        (("1500 rows: int8",), torch.float32, "int8", "float32"),
-        (("1 rows: int8",), torch.float32, "float32", "float32"),
+        (("1500-rows-bfloat16", "1500-rows-int8", "1-rows-int8"), torch.bfloat16, "int8", "bfloat16"),
+        (("1500-rows-bfloat16",), torch.bfloat16, "bfloat16", "bfloat16"),
+        (("1500-rows-int8",), torch.float32, "int8", "float32"),
+        (("1-rows-int8",), torch.float32, "float32", "float32"),
     ],
 )
 @torch.no_grad()
@@ -121,7 +121,7 @@ def test_speech_is_heard_in_the_fastest_numbers(
     whisper: str, monkeypatch: pytest.MonkeyPatch, faster: tuple[str, ...], dtype: torch.dtype, encoder: str, head: str
 ) -> None:
     """What is faster is measured, for 8 bits in layers that read frames; a dtype that is asked for is what runs."""
-    monkeypatch.setattr(lighten, "holds", lambda what, _: what.startswith(faster))
+    monkeypatch.setattr(lighten, "measured", lambda what, *_: [what.startswith(faster)])
     plain, exact, loaded = (
         load_model(whisper, how)
         for how in (Loading(backend="eager"), Loading(backend="packed", dtype="float32"), Loading(backend="packed"))
@@ -140,14 +140,14 @@ def test_speech_is_heard_in_the_fastest_numbers(
 def test_a_draft_has_the_target_s_encoder(whisper: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In whatever numbers that is. (Named drafts had encoders of their own in 4 bits, which heard the sound again.)"""
     for faster in (True, False):
-        monkeypatch.setattr(lighten, "holds", lambda *_, faster=faster: faster)
+        monkeypatch.setattr(lighten, "measured", lambda *_, faster=faster: [faster])
         draft: Any = SpecGenerator.from_pretrained(whisper, whisper).draft
         assert (draft.shared_encoder, draft.models[0].output_embeddings.kind) == (True, "int4" if faster else "int8")
 
 
 def test_weights_of_speech_are_read_as_they_are_stored(whisper: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And narrowed one by one. (float16 weights became float32 first, beside the files: 940 MB for whisper-base.)"""
-    monkeypatch.setattr(lighten, "holds", lambda *_: True)
+    monkeypatch.setattr(lighten, "measured", lambda *_: [1])
     tiny("whisper").half().save_pretrained(whisper)
     monkeypatch.setattr(load, "_read", read := Mock(wraps=load._read))
     assert load_model(whisper, Loading()).dtype == torch.bfloat16

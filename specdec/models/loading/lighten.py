@@ -12,6 +12,7 @@ from torch import nn
 
 from specdec import kernels
 from specdec.errors import UnsupportedError
+from specdec.kernels.build import measured
 from specdec.models.backends.packed_layers import (
     PackedEmbedding,
     changed,
@@ -22,7 +23,6 @@ from specdec.models.backends.packed_layers import (
 )
 from specdec.models.cache.buffers import free_bytes
 from specdec.models.hf.derived import shallow_copy
-from specdec.models.hf.probe_cache import holds
 
 _log = logging.getLogger(__name__)
 _LEAST = 2**26  # weights: passes of smaller models spend their time elsewhere, and roundings hurt them more
@@ -193,10 +193,9 @@ def _are_faster(kind: str, rival: str, rows: int) -> bool:
         layers = [deepcopy(layer) for _ in range(count)]
         return lambda: [layer(x) for layer in layers]
 
-    def faster() -> bool:
+    def faster() -> list[int]:
         works = work(kind), work(rival)
         turns = [[kernels.best_seconds(run, 1) for run in works] for _ in range(_RUNS)]
-        return min(seconds for seconds, _ in turns) < min(seconds for _, seconds in turns)
+        return [int(min(seconds for seconds, _ in turns) < min(seconds for _, seconds in turns))]
 
-    where = f"{kernels.instructions()}, {torch.get_num_threads()} threads"
-    return holds(f"{rows} rows: {kind} is faster than {rival}: {where}", faster)
+    return bool(measured(f"{rows}-rows-{kind}-before-{rival}", 1, faster)[0])
