@@ -61,6 +61,8 @@ class Job:
         self._phases: dict[str, Any] = dict.fromkeys(_PHASES, 0.0)
         self._plain_rounds = Counter[int]()  # they would replace rounds with a draft; by the sequences that share them
         self._drafted_seconds = 0.0
+        self._passes = Counter[int]()  # of rounds with a draft, by their nodes
+        self._pass_seconds = 0.0
         self._began = 0.0
         self._seconds: float | None = None  # the time that it ran, once it has ended
         self._result: Generation | None = None
@@ -211,6 +213,8 @@ class Job:
             self._drafted_seconds += round_.draft_seconds
             return
         self._drafted_seconds += round_.seconds
+        self._passes[round_.nodes] += 1
+        self._pass_seconds += round_.verify_seconds + round_.select_seconds
         longest = max(len(seq.steps) for seq in round_.seqs)
         self._plain_rounds[len(round_.seqs) + len(round_.others)] += longest
 
@@ -219,8 +223,11 @@ class Job:
         schedule = self.call.pacing.schedule
         if self.call.draft is None or not isinstance(schedule, Cost) or not schedule.seconds.plain.weight:
             return 0.0
-        plain = (schedule.seconds.plain_round(seqs) * rounds for seqs, rounds in self._plain_rounds.items())
-        return sum(plain) - self._drafted_seconds
+        seconds = schedule.seconds
+        plain = sum(seconds.plain_round(seqs) * rounds for seqs, rounds in self._plain_rounds.items())
+        usual = sum(seconds.passes.at(nodes) * count for nodes, count in self._passes.items())
+        # Beside other programs, plain rounds would have taken longer, too.
+        return plain * (self._pass_seconds / usual if usual else 1.0) - self._drafted_seconds
 
     def _stats(
         self, per_row: Sequence[Stats], seconds: float, new: Sequence[list[int]], reasons: Sequence[str]
