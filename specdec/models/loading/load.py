@@ -127,9 +127,10 @@ def unwrapped(model: Any, name: str) -> Any:
 
 def _from_checkpoint(source: str, folder: str, how: Loading, name: str) -> LanguageModel:
     """The wrapped model in `folder`, a path or hub name; `source` is the caller's word for it."""
-    packs, began = how.backend != "eager", perf_counter()
+    packs = how.backend != "eager" and _computes_on_cpu(how) and kernels.available()  # which may build them
+    began = perf_counter()
     with explain_errors(source, name):
-        is_whole = packs and not _WHOLE & how.changes.keys() and _computes_on_cpu(how)
+        is_whole = packs and not _WHOLE & how.changes.keys()
         weights = KeptWeights(folder, how) if is_whole else None
         model = weights and weights.read(_read)
         model = model or _read_fast(folder, how, is_whole)
