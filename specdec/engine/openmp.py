@@ -55,7 +55,7 @@ class Threads:
     def __init__(self) -> None:
         self._most = self._used = 0
         self._began = self._waited = 0.0  # when the window began, and how long threads had waited then
-        self._retry_at, self._pause = 0.0, _PAUSES[0]
+        self._retry_at, self._pause, self._told = 0.0, _PAUSES[0], False
 
     def use(self, most: int) -> None:
         """Has the calling thread, which is always the same, compute on at most so many threads from now on."""
@@ -80,7 +80,8 @@ class Threads:
         waiting = (waited_seconds() - self._waited) / (now - self._began)  # threads, on average
         if waiting > _WAITING:
             if whole:
-                if self._pause == _PAUSES[0]:
+                if not self._told:
+                    self._told = True
                     _log.info("other programs take the cores: passes run on fewer threads meanwhile")
                 self._retry_at, self._pause = now + self._pause, min(2 * self._pause, _PAUSES[1])
             return max(self._used - max(round(waiting), 1), 1)
