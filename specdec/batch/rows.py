@@ -88,7 +88,7 @@ def _parquet(path: Path) -> ParquetFile:
         import pyarrow
         from pyarrow.parquet import ParquetFile
     except ImportError:
-        raise SpecdecError("Parquet needs pyarrow: pip install -e '.[parquet]'") from None
+        raise SpecdecError("Parquet needs pyarrow: pip install -c constraints.txt -e '.[parquet]'") from None
     try:
         return ParquetFile(path)
     except pyarrow.ArrowInvalid as error:

@@ -167,7 +167,7 @@ def load_worker(spec: BatchSpec) -> Worker:
     try:
         from specdec.batch.openai_files import OpenAITask
     except ImportError as error:
-        way_out = "pip install -e '.[serve]'"
+        way_out = "pip install -c constraints.txt -e '.[serve]'"
         raise SpecdecError(f"rows in OpenAI's form need what a server needs ({error}): {way_out}") from None
     return Worker(spec, OpenAITask(spec))
 

@@ -114,7 +114,12 @@ def installation() -> Iterator[Finding]:
     for extra, brings in _EXTRAS.items():
         packages = [package for package in needed if package.marker and package.marker.evaluate({"extra": extra})]
         if lacking := [package.name for package in packages if _lacks(package)]:
-            yield finding(f"[{extra}]", f"{brings}: no {', '.join(lacking)}", "note", f"pip install -e '.[{extra}]'")
+            yield finding(
+                f"[{extra}]",
+                f"{brings}: no {', '.join(lacking)}",
+                "note",
+                f"pip install -c constraints.txt -e '.[{extra}]'",
+            )
         elif packages:  # an older installation lacks this extra
             yield finding(f"[{extra}]", brings)
 

@@ -69,7 +69,7 @@ def serve(
 ) -> int:
     """Serve models over an OpenAI-compatible HTTP API. Completions, chats, transcriptions, and a playground at /."""
     if modules := [module for module in NEEDS if find_spec(module) is None]:
-        raise SpecdecError(f"a server needs {', '.join(modules)}: pip install -e '.[serve]'")
+        raise SpecdecError(f"a server needs {', '.join(modules)}: pip install -c constraints.txt -e '.[serve]'")
     keys = settings_keys(ctx.params)
     silent = keys.get("log") == "json"  # all lines are JSON then
     with loading("reading the settings", quiet=silent):

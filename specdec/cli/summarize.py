@@ -34,7 +34,7 @@ def summarize(
         None, metavar="FILE", help="Texts or folders of them (txt, md, rst); - reads stdin."
     ),
     demo: bool = Option(False, "--demo", help=f"Summarize the bundled functions with {ZOO}."),
-    model: str | None = flags.flag("Target: hub id or folder; may come from --config."),
+    model: str | None = flags.flag("Target: hub id, folder or GGUF file; may come from --config."),
     max_new_tokens: int | None = flags.flag(f"Length limit; by default the checkpoint's, or {DEFAULT_NEW_TOKENS}."),
     chunk_tokens: int | None = flags.flag("Read longer texts in chunks of at most this many tokens.", min=1),
     truncate: bool = Option(False, "--truncate", help="Read only the beginning of a long text."),

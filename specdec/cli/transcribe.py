@@ -200,6 +200,7 @@ def tell(heard: Sequence[Transcription], params: Mapping[str, Any]) -> None:
     duration, seconds = sum(out.duration for out in heard), sum(out.seconds for out in heard)
     length = f", mean acceptance length {stats.mean_acceptance_length:.2f}" if stats.num_spec_steps else ""
     rate = f"{duration / seconds:.1f} times real time" if duration else "no sound"
+    rate += "" if any(out["text"].strip() for out in heard) else ", no speech"
     advice = f"; {stats.draft_advice}" if stats.draft_advice else ""
     remark(f"{duration:.1f} s of sound in {seconds:.1f} s ({rate}){length}{advice}")
 
@@ -254,7 +255,9 @@ def check_output(files: Sequence[str], format: Format, folder: Path | None, name
         path = output_file(name, format, folder, named)
         if path in sources:
             twice = f"--output-dir would get {path.stem} twice, of {sources[path]} and {name}"
-            raise OptionError(f"{twice}: rename one, or name a folder above both, whose subfolders stay")
+            is_below = Path(sources[path]).parent == Path(name).parent
+            way = "rename one" if is_below else "rename one, or name a folder above both, whose subfolders stay"
+            raise OptionError(f"{twice}: {way}")
         if name != STDIN and path.resolve() == Path(name).resolve():
             raise OptionError(f"--output-dir would write over {name}: name another folder")
         sources[path] = name

@@ -26,7 +26,7 @@ try:
     from lm_eval.api.registry import register_model
     from lm_eval.models.huggingface import HFLM
 except ImportError as error:
-    reason = f"the harness is not complete ({error}): pip install -e '.[harness]'"
+    reason = f"the harness is not complete ({error}): pip install -c constraints.txt -e '.[harness]'"
     if __name__ == "__main__":
         raise SystemExit(f"error: {reason}") from None
     raise SpecdecError(reason) from error

@@ -51,7 +51,9 @@ class Form:
         try:
             from llguidance import LLMatcher
         except ImportError:
-            raise UnsupportedError(f"`{self.field}` needs llguidance: pip install -e '.[structured]'") from None
+            raise UnsupportedError(
+                f"`{self.field}` needs llguidance: pip install -c constraints.txt -e '.[structured]'"
+            ) from None
 
         try:
             if self.kind == "regex":

@@ -92,7 +92,9 @@ def trace(app: FastAPI) -> None:
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError:
-        raise SpecdecError(f"{COLLECTOR[0]} is set: pip install -e '.[tracing]', or unset it") from None
+        raise SpecdecError(
+            f"{COLLECTOR[0]} is set: pip install -c constraints.txt -e '.[tracing]', or unset it"
+        ) from None
     resource = Resource({SERVICE_NAME: "specdec"}).merge(OTELResourceDetector().detect())
     provider = TracerProvider(resource=Resource.create().merge(resource))
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))

@@ -35,7 +35,7 @@ def test_machine_and_installation(monkeypatch: pytest.MonkeyPatch, called: Any) 
     assert "\x1b" not in out
     assert "GB/s" in out
     assert re.search(r"^  · \[structured\] +answers in a form: .*: no llguidance$", out, re.MULTILINE)
-    assert "→ pip install -e '.[structured]'" in out
+    assert "→ pip install -c constraints.txt -e '.[structured]'" in out
 
 
 @pytest.mark.parametrize(("share", "state"), [(0.97, "good"), (0.64, "note")])

@@ -149,7 +149,7 @@ def test_microphone_without_its_library(typed: Any, monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, "sounddevice", None)
     code, out, err = typed(b"", "--microphone")
     assert (code, out, "listening" in err) == (1, "", False)
-    assert "--microphone needs sounddevice: pip install -e '.[microphone]'" in err
+    assert "--microphone needs sounddevice: pip install -c constraints.txt -e '.[microphone]'" in err
 
 
 @pytest.mark.parametrize(

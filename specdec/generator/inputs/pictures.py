@@ -75,7 +75,7 @@ def open_picture(source: Any, *, fetch: bool = False, pixels: int = PIXELS) -> A
         from PIL import Image, ImageOps, UnidentifiedImageError
     except ImportError:
         raise OptionError(
-            "pictures are opened by Pillow, which is not installed: pip install -e '.[pictures]'"
+            "pictures are opened by Pillow, which is not installed: pip install -c constraints.txt -e '.[pictures]'"
         ) from None
     if not isinstance(source, Image.Image | str | PathLike):
         raise OptionError.of("image", "a path, a PIL image or a data URL", type(source).__name__)

@@ -20,7 +20,7 @@ from specdec.errors import OptionError, SpecdecError
 
 Samples = NDArray[np.float32]
 _BLOCK = 1 << 20  # samples of every channel that are in memory at once
-_INSTALL = "pip install -e '.[audio]'"
+_INSTALL = "pip install -c constraints.txt -e '.[audio]'"
 READERS = ("soundfile", "soxr")
 _KINDS = "a file name, bytes, a binary file, an array, or a mapping of `array` and `sampling_rate`"
 _FORMATS = "wav, flac, mp3 and ogg can be read: convert others first, for example with ffmpeg"

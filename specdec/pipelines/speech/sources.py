@@ -26,7 +26,9 @@ def microphone_library() -> Any:
     try:
         import sounddevice
     except ImportError:
-        raise SpecdecError("--microphone needs sounddevice: pip install -e '.[microphone]'") from None
+        raise SpecdecError(
+            "--microphone needs sounddevice: pip install -c constraints.txt -e '.[microphone]'"
+        ) from None
     except OSError:
         message = "sounddevice finds no PortAudio: install it, as with apt install libportaudio2"
         raise SpecdecError(message) from None
