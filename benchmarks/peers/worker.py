@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -12,13 +13,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+_PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
 Answers = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 class Worker:
     """The process as its parent sees it, stopped while it is not asked: some engines spin on after an answer.
 
-    Raises RuntimeError with the words of the process.
+    It dies with its parent. Raises RuntimeError with the words of the process.
     """
 
     def __init__(self, python: str, script: str, *arguments: str, **task: Any) -> None:
@@ -47,7 +49,8 @@ class Worker:
     def end(self) -> None:
         """Lets the process end, which waits for its next line, and with it the engine's own processes."""
         assert self._process.stdin is not None
-        self._process.stdin.close()
+        with suppress(BrokenPipeError):  # it died before it read its last line
+            self._process.stdin.close()
         self._process.send_signal(signal.SIGCONT)
         try:
             self._process.wait(30)
@@ -61,6 +64,8 @@ def serve(start: Callable[[dict[str, Any]], tuple[str, Answers]]) -> None:
     Whatever else is printed goes to stderr.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent process
+    if sys.platform == "linux":  # a process that is stopped does not see the end of its input
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
