@@ -76,8 +76,11 @@ def summarize(
             batch = all_names[first : first + batch_size]
             if seeds:
                 options["seed"] = seeds[first * rows : (first + len(batch)) * rows]
-            words = f"summarizing {', '.join(batch)}"
-            options["progress"] = lambda done, whole, words=words: bar(done, whole, words)
+
+            def hear(done: int, whole: int, first: int = first, batch: Sequence[str] = batch) -> None:
+                bar(first + len(batch) * done / whole, len(texts), f"summarizing {', '.join(batch)}")
+
+            options["progress"] = hear
             with bar:
                 summaries = summarizer.summarize([texts[name] for name in batch], batch_size=batch_size, **options)
             counts.append(summaries.stats)

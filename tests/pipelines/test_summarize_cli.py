@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from specdec.cli.commands import run_command
+from specdec.cli.terminal import Bar
 from specdec.options import bundled_models
 from specdec.pipelines import Summarizer
 from tests.pipelines.models import NEW, UNPRINTABLE, model, tokenizer
@@ -68,6 +69,17 @@ def test_several_files(summarize: Any, expected: dict[str, str], folder: Path) -
     out = "".join(f"── {name} ──\n{text}\n" for name, text in zip(names, texts, strict=True))
     assert summarize(*names) == (0, out, "")
     assert summarize(*names, "--batch-size", "1") == (0, out, "")
+
+
+def test_the_share_of_the_work(summarize: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all texts, a long one by its pieces. (It began anew with every batch, and short texts had none.)"""
+    heard = list[tuple[float, int, str]]()
+    monkeypatch.setattr(Bar, "__call__", lambda _, *step: heard.append(step))
+    summarize("text.txt", "bom.txt", "long.txt", "--batch-size", "1", "--chunk-tokens", "150")
+    shares = [(done, whole) for done, whole, doing in heard if doing.startswith("summarizing")]
+    assert shares[:3] == [(0, 3), (1, 3), (2, 3)]
+    assert all(2 <= done < 3 == whole for done, whole in shares[3:])
+    assert len({*shares}) > 5
 
 
 def test_files_of_their_own(summarize: Any, expected: dict[str, str], tmp_path: Path) -> None:
