@@ -27,7 +27,7 @@ class Budget:
     `pace`: how many times as fast as plain decoding rounds were of late. In the bins `untested`, few guesses were
     verified yet: the first guess of a chain is proposed anyway, to learn. `siblings`: beside each guess of a chain,
     other tokens that are worth their node may be proposed; no pass continues them. `match`: a chain also ends where its
-    last tokens, so many, occurred before in the text and the chain; 0: nowhere.
+    last tokens, so many, stand in the text, and a token follows them there; 0: nowhere.
     """
 
     limit: int

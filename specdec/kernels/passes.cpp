@@ -8,7 +8,7 @@
 //                  min(bases[b] + p * rates[b], 1)
 //   least          the chain goes on while the product of the chances of its guesses is more than that
 //   pass_cost      all chains end unless the chances of those that go on exceed their `least` by so much in sum
-//   text, match    the chain ends where its last tokens, `match` of them, occurred before in text and chain; 0: nowhere
+//   text, match    the chain ends where its last tokens, `match` of them, stand in the text before its last; 0: nowhere
 //
 // A head reads a token's embedding beside the hidden state that the previous pass returned.
 //
@@ -105,7 +105,7 @@ struct Chain {
   std::vector<int64_t> ends;
   int64_t siblings;
   std::vector<int64_t> text;  // and behind it the guesses
-  int64_t match;
+  int64_t match, length;  // of the text
   std::vector<double> edges, bases, rates;
   double least, pass_cost;
   bool confident, keeps_scores;
@@ -118,6 +118,7 @@ struct Chain {
     std::vector<std::tuple<std::string, Numbers>> filters;
     std::tie(filters, choice.noise, most, width, ends, siblings, text, match, edges, bases, rates, least, pass_cost,
              confident, keeps_scores) = std::move(rule);
+    length = static_cast<int64_t>(text.size());
     for (const auto& [name, numbers] : filters) choice.filters.push_back(filter(name, numbers));
   }
 
@@ -133,18 +134,18 @@ struct Chain {
     auto bin = std::upper_bound(edges.begin(), edges.end(), probability) - edges.begin();
     chance *= std::min(bases.at(bin) + probability * rates.at(bin), 1.0);
     return chance > least && step + 1 < most &&  // NaN is not large enough
-           std::find(ends.begin(), ends.end(), token) == ends.end() && !occurred();
+           std::find(ends.begin(), ends.end(), token) == ends.end() && !is_followed();
   }
 
   // The last guess.
   int64_t last() const { return tokens.end()[-1 - siblings]; }
 
  private:
-  // Whether the last tokens, `match` of them, occurred before.
-  bool occurred() const {
-    if (match <= 0 || match >= static_cast<int64_t>(text.size())) return false;
-    auto end = text.end();
-    return std::search(text.begin(), end - 1, end - match, end) != end - 1;
+  // Whether the last tokens, `match` of them, stand in the text, and a token follows them there.
+  bool is_followed() const {
+    if (match <= 0 || match >= length) return false;
+    auto last = text.begin() + length - 1;
+    return std::search(text.begin(), last, text.end() - match, text.end()) != last;
   }
 
   // Guess `step` from logits `[vocab]`; its probability is NaN if the largest score is not a number or infinite.

@@ -6,6 +6,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from sys import maxsize
 from typing import ClassVar, NamedTuple, Protocol
 
 from specdec.core.budget import Budget
@@ -88,7 +89,8 @@ class TextDraft(Draft):
     """A draft that copies from the text; its guesses are deterministic and nearly free.
 
     `reads_encoder`: it also searches an encoder-decoder target's input. `source` names it in its proposals, by default
-    as its class. `memory`: where it searches besides, and keeps the texts of sequences that have ended.
+    as its class. `memory`: where it searches besides, and keeps the texts of sequences that have ended. `longest`: the
+    most tokens that its index compares.
     """
 
     reads_predictions = True
@@ -96,6 +98,7 @@ class TextDraft(Draft):
     reads_encoder: ClassVar[bool] = False
     source: ClassVar[str]
     memory: Memory | None = None
+    longest = maxsize
 
     def __init_subclass__(cls) -> None:
         if not hasattr(cls, "source"):
@@ -146,8 +149,8 @@ class TextProposer(Proposer):
         return reading.guess.tokens, reading.guess.confidence
 
     def rate(self, match: int) -> float:
-        """The probability of a guess after so many matched tokens."""
-        return self._draft.calibration.rates(match, 1)[0]
+        """The probability of a guess where so many tokens match, or those of them that the index compares."""
+        return self._draft.calibration.rates(min(match, self._draft.longest), 1)[0]
 
     def after(self, seq: SequenceView, tail: list[int], limit: int) -> tuple[list[int], list[float]]:
         """At most `limit` tokens that may follow the text and `tail`, and their confidence."""

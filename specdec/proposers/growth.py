@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -88,10 +89,15 @@ class Feed(NamedTuple):
     work: Work
 
 
-def occurred(tokens: Sequence[int], count: int) -> bool:
-    """Whether the last `count` of the tokens occurred before in them; False for 0."""
-    tail = tokens[-count:]
-    return count > 0 and any(tokens[at : at + count] == tail for at in range(len(tokens) - count))
+def is_followed(tail: list[int], text: list[int]) -> bool:
+    """Whether `tail` stands in the text, and a token follows it there."""
+    end = len(tail) - 1
+    with suppress(ValueError):  # a text may be long, and `index` takes a tenth of a loop's time
+        while True:
+            end = text.index(tail[-1], end, len(text) - 1) + 1
+            if text[end - len(tail) : end] == tail:
+                return True
+    return False
 
 
 class ChainGrowth:
@@ -132,7 +138,8 @@ class ChainGrowth:
         elif q is not None:
             self.q.append(q)
         ended = len(self.tokens) >= self.limit or token >= self._readable or token in task.ends
-        ended = ended or occurred([*seq.tokens, *self.tokens], self.budget.match)
+        if (match := self.budget.match) > 0 and not ended:
+            ended = is_followed([*seq.tokens[-match:], *self.tokens][-match:], seq.tokens)
         self.gain = 0.0 if ended else self.budget.gain([self.confidence])
         # The session holds guesses as text too.
         return Work.text(work.row, [token]) if self.gain > 0 else None

@@ -49,6 +49,7 @@ class NgramDraft(TextDraft):
         check_whole("num_tokens", num_tokens)
         check_whole("max_ngram", max_ngram)
         self.num_tokens, self.max_ngram = num_tokens, max_ngram
+        self.longest = max_ngram
 
     def __repr__(self) -> str:
         return f"NgramDraft({self.num_tokens}, {self.max_ngram})"

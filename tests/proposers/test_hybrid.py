@@ -15,7 +15,7 @@ from specdec.core.tree import Tree
 from specdec.decoding.processors import Processors
 from specdec.decoding.samplers import GreedySampler
 from specdec.errors import OptionError
-from specdec.proposers import HybridDraft, ModelDraft, SuffixDraft
+from specdec.proposers import HybridDraft, ModelDraft, NgramDraft, SuffixDraft
 from specdec.proposers import hybrid as module
 from tests.proposers.fakes import FakeBudget, FakeModel, FakeSequence, OwnProposer, follow, task
 
@@ -183,6 +183,28 @@ def test_a_chain_goes_on_with_copies(clock: Clock) -> None:
         assert model.passes == 4
         assert tree.depth > 2 * model.passes
         assert (len(tree) > tree.depth) == siblings
+
+
+class Cycling(SlowModel):
+    """After any token from 10 to 15 comes the next, then 10 again, and all are sure."""
+
+    def logits(self, prefix: Sequence[int], encoding: int = 0) -> Tensor:
+        return 12 * one_hot(torch.tensor(10 + (prefix[-1] - 9) % 6), self.vocab_size).float()
+
+
+def test_a_chain_goes_on_where_no_copy_would(clock: Clock) -> None:
+    """What repeats in the chain alone is in no text, and two matched tokens promise less than four. (Chains ended
+    there, after 10 of 30 guesses, or went on with copies that were right half as often.)
+    """
+    right = Acceptance().after([(0.99, True)] * 200, 200)
+    budget = right.budget(30, 0.01, 0.001)
+    for draft, text in ((SuffixDraft(), [1, 5, 2, 6, 3]), (NgramDraft(), [*range(10, 16), 5, 9])):
+        session = HybridDraft(draft, ModelDraft(Cycling(clock))).start(50)
+        odds = session._odds
+        odds.acceptance, odds.passes, odds.gap = right, LinearFit().add(1, 0.01), 1.0
+        seq = FakeSequence(text, task=task(GreedySampler(Processors(), 50)))
+        [tree] = session.propose([seq], [budget])
+        assert (len(tree), tree.source) == (30, "model")
 
 
 @pytest.mark.parametrize(
