@@ -316,11 +316,12 @@ class Tuner:
         """Adds the drafts, in the first mode those that load in time; each makes its first passes, and answers in a few
         words if it needs no model.
         """
-        errors, models = list[str](), set[str | None]()
+        errors, models, missing = list[str](), set[str | None](), set[str | None]()
         for draft in self.drafts:
             model = AUTO if draft == AUTO else read_draft(draft).model
             if first and model not in {None, *models} and (late := self._late(mode, draft)):
-                yield late
+                yield late if model not in missing else replace(late, seconds=0.0)  # one loading serves both
+                missing.add(model)
                 continue
             if draft != NONE:
                 self._say(f"loading the draft {draft}")

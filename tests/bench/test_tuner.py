@@ -178,6 +178,14 @@ def test_without_a_draft_model_first(load: float, load_draft: float, tuned: Any)
     assert min(event.seconds for event in (late, *modes)) > 0
 
 
+def test_a_draft_model_lacks_its_seconds_once(tuned: Any) -> None:
+    """Alone and with copies. (They were added, and the advice was twice the seconds that all takes.)"""
+    events = tuned(World(load=24.0), ["none", "suffix", "model:d", "suffix+d"], 60.0)
+    late = [event.seconds for event in events if isinstance(event, Skipped) and event.draft is not None]
+    assert len(late) == 2
+    assert late[0] > 24.0 > late[1] == 0.0
+
+
 def test_passes_that_take_for_ever(tuned: Any) -> None:
     """The drafts whose turn does not come are named, and the others are told. (Nothing was, after 150 seconds.)"""
     times = {("as loaded", draft): 0.8 for draft in ("none", "suffix", "model:d")}
