@@ -20,7 +20,7 @@ from specdec.options.versions import commit, system_entries, versions
 _FLAGS = ("avx", "amx", "vnni", "bf16", "fp16", "fma", "f16c", "neon", "asimd", "sve", "i8mm")
 _HIGH_LOAD = 0.5  # programs per core
 _FULL_SHARE = 0.8  # share of a core: one busy neighbour on two cores leaves 0.6 to 0.75, a quiet machine 0.98
-FEWER_THREADS = "OMP_NUM_THREADS=1, or fewer threads than there are free cores, is faster meanwhile"
+FEWER_THREADS = "passes run on fewer threads meanwhile, and with OMP_NUM_THREADS=1 they are faster still"
 
 
 def provenance() -> dict[str, Any]:

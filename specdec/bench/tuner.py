@@ -33,6 +33,7 @@ _FEW = 8  # tokens that say how fast an answer is
 _LEAST = 4  # tokens after the first, without which an answer that time ended says nothing
 _WARM = 16  # tokens in which a draft makes its first passes, which are slow
 _WORTH = 3  # times as long as a few words take an answer that says more than another prompt
+_LAPS = 3  # over all prompts, at most
 _FINALISTS = 2  # drafts that are tried in further modes
 _LARGE = 2**27  # bytes of weights: rounding smaller models gains little and hurts them more
 _ROUNDING = 1.5  # times as long as reading weights takes reading and rounding them
@@ -116,7 +117,8 @@ class Trial:
         """Why the draft does not pay: how often it is right, and what guessing and checking cost."""
         stats = total([answer.stats for answer in self.answers.values()])
         if not stats.num_draft_tokens:
-            return "it guessed nothing, as these texts repeat nothing"
+            copies = self.draft != AUTO and read_draft(self.draft).model is None
+            return "it guessed nothing, as these texts repeat nothing" if copies else "it guessed nothing in that time"
         a_pass = _pass_seconds(self.plain)
         guess, wide = stats.draft_seconds / stats.num_draft_tokens / a_pass, _pass_seconds(self.answers) / a_pass
         right = f"{stats.draft_acceptance_rate:.0%} of {stats.num_draft_tokens} guesses were right"
@@ -276,8 +278,11 @@ class Tuner:
         return self._late(mode) or (Skipped(mode, words) if size > room else None)
 
     def _late(self, mode: Mode, draft: str | None = None) -> Skipped | None:
-        """Why no other model is loaded: too little time is left for loading it and an answer of each draft."""
-        left, seconds = max(self._left(), 0.0), self._loading + self._lap
+        """Why no other model is loaded: too little time is left for loading it and an answer of each draft.
+
+        A draft is loaded in half the target's time.
+        """
+        left, seconds = max(self._left(), 0.0), self._loading / (1 if draft is None else 2 * _ROUNDING) + self._lap
         words = f"not tried: it takes about {seconds:.0f} s, and {left:.0f} s are left"
         return Skipped(mode, words, draft=draft, seconds=seconds) if left < seconds else None
 
@@ -346,20 +351,21 @@ class Tuner:
         yield from (Skipped(mode, why, failed=True) for why in dict.fromkeys(errors))
 
     def _trials(self, mode: Mode, candidates: Mapping[str, _Candidate], more: int) -> Iterator[Trial | Skipped]:
-        """As many laps over the prompts as fit."""
+        """As many prompts as fit, and then again: of several answers to one, the fastest counts."""
         plain = candidates[NONE]
-        calls = prompts_for(plain.generator, self.prompts)
-        now, seconds = self.clock(), self._share(more)
-        laps = min(max(int(seconds / max(_WORTH * self._lap, 1e-9)), 1), len(calls))
-        turns = [(number, draft) for number in range(laps) for draft in candidates]
-        for turn, (number, draft) in enumerate(turns):
-            left = now + seconds - self.clock()
-            if self._left() <= 0 or (left <= 0 and number and draft == NONE):
+        calls, end = prompts_for(plain.generator, self.prompts), self.clock() + self._share(more)
+        for lap in range(_LAPS * len(calls)):
+            number, seconds = lap % len(calls), end - self.clock()
+            if lap and seconds < self._lap:
                 break
-            self._say(f"{mode.label}, draft {draft}, prompt {number + 1} of {laps}")
-            self.watch.look()
-            most = min(max(left / (len(turns) - turn), self._few), self._left())
-            self._answer(candidates[draft], number, calls[number], _TOKENS, most)
+            laps = min(max(int(seconds / max(_WORTH * self._lap, 1e-9)), 1), max(len(calls) - lap, 1))
+            for place, draft in enumerate(candidates):
+                if (left := self._left()) <= 0:
+                    break
+                self._say(f"{mode.label}, draft {draft}, prompt {number + 1} of {len(calls)}")
+                self.watch.look()
+                most = min(max((end - self.clock()) / (laps * len(candidates) - place), self._few), left)
+                self._answer(candidates[draft], number, calls[number], _TOKENS, most, again=lap >= len(calls))
         prompts = set(plain.answers).intersection(*(one.answers for one in candidates.values() if one.answers))
         times = dict[str, float]()
         for draft, candidate in candidates.items():
@@ -383,9 +389,19 @@ class Tuner:
         return seconds
 
     def _answer(
-        self, candidate: _Candidate, number: int, call: tuple[str, Mapping[str, Any]], most: int, seconds: float
+        self,
+        candidate: _Candidate,
+        number: int,
+        call: tuple[str, Mapping[str, Any]],
+        most: int,
+        seconds: float,
+        *,
+        again: bool = False,
     ) -> float:
-        """Adds an answer to prompt `number`, if enough of it came in time; returns its seconds."""
+        """Adds an answer to prompt `number`, if enough of it came in time; returns its seconds.
+
+        One that comes `again` takes the place of a slower one alone.
+        """
         kind, arguments = call
         limits = {"max_new_tokens": most, "max_time": seconds}
         out, measured = measure(candidate.generator, {**arguments, **PRESETS["greedy"], **limits})
@@ -396,6 +412,7 @@ class Tuner:
             others = [*dropwhile(lambda gap: gap == gaps[0], gaps)]
             rounds = out.stats.num_target_passes - 1
             ms = 1e3 * (sum(others) * rounds / (rounds - 1) if others else sum(gaps)) / len(gaps)
-            tokens, first = out.new_tokens()[0], measured["first_token"]
-            candidate.answers[number] = TimedAnswer(ms, first, tokens, out.stats, kind)
+            answer = TimedAnswer(ms, measured["first_token"], out.new_tokens()[0], out.stats, kind)
+            if not again or number not in candidate.answers or ms < candidate.answers[number].ms:
+                candidate.answers[number] = answer
         return measured["seconds"]

@@ -118,7 +118,7 @@ def installation() -> Iterator[Finding]:
                 f"[{extra}]",
                 f"{brings}: no {', '.join(lacking)}",
                 "note",
-                f"pip install -c constraints.txt -e '.[{extra}]'",
+                f"pip install -c constraints.txt -e '.[{extra}]', in a checkout",
             )
         elif packages:  # an older installation lacks this extra
             yield finding(f"[{extra}]", brings)
