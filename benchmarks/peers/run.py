@@ -181,6 +181,8 @@ def main() -> None:
     every = tasks(args)
     found = started(every, args, prompts[0])
     workers = {task: worker for task in every if isinstance(worker := found[task.name], System)}
+    if not workers:
+        sys.exit(f"no system ran: {found}")
     try:
         with suppress(KeyboardInterrupt):
             interleaved({task.name: worker for task, worker in workers.items()}, prompts, args.repeats, watch)

@@ -180,7 +180,7 @@ def main() -> None:
                     failed[name] = str(error)
                     if worker := workers.pop(name, None):
                         worker.end()
-            for turn in range(args.repeats):
+            for turn in range(args.repeats if workers else 0):
                 names = list(workers)
                 for name in names[turn % len(names) :] + names[: turn % len(names)]:
                     watch.look()

@@ -139,10 +139,16 @@ class ChainGrowth:
             self.q.append(q)
         ended = len(self.tokens) >= self.limit or token >= self._readable or token in task.ends
         if (match := self.budget.match) > 0 and not ended:
-            ended = is_followed([*seq.tokens[-match:], *self.tokens][-match:], seq.tokens)
+            ended = is_followed([*seq.tokens[-match:], *self.tokens][-match:], self._searched)
         self.gain = 0.0 if ended else self.budget.gain([self.confidence])
         # The session holds guesses as text too.
         return Work.text(work.row, [token]) if self.gain > 0 else None
+
+    @property
+    def _searched(self) -> list[int]:
+        """The text, behind what else drafts copy from."""
+        before = [*(self.seq.encoder_tokens or ()), *(self.seq.prediction or ())]
+        return before + self.seq.tokens if before else self.seq.tokens
 
     def _beside(self, token: int, q: Tensor) -> list[tuple[int, float]]:
         """The likeliest tokens of `q` `[vocab]` beside a guess, with their chances; 0 where processors forbid one."""
@@ -156,7 +162,7 @@ class ChainGrowth:
         if (choice := task.sampler.choice(self.seq)) is None:
             return None
         needs_q = task.sampler.needs_q
-        text = self.seq.tokens if self.budget.match else ()
+        text = self._searched if self.budget.match else ()
         return ChainRule(self.limit, width, choice, self.budget, task.ends, needs_q, self._num_siblings, text)
 
     def take_all(

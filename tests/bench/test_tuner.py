@@ -197,8 +197,8 @@ def test_passes_that_take_for_ever(tuned: Any) -> None:
 
 
 def test_time_that_is_left(tuned: Any) -> None:
-    """All prompts are answered, and then again: other programs slow an answer, and the fastest counts. (With 150 seconds
-    of 250 left, two of three prompts had been answered once.)
+    """All prompts are answered, and then again: other programs slow an answer, and the fastest counts. (With 150 of
+    250 seconds left, two of three prompts had one answer.)
     """
     world = World(load=1.0, read=4.0)
     slow, measure = [0.4, 0.4], world.measure
