@@ -167,7 +167,8 @@ def test_refuses_a_model_as_the_text_draft() -> None:
         HybridDraft(ModelDraft(FakeModel()), ModelDraft(FakeModel()))  # type: ignore[arg-type]
 
 
-def test_a_chain_goes_on_with_copies(clock: Clock) -> None:
+@pytest.mark.parametrize("before", [True, False])
+def test_a_chain_goes_on_with_copies(clock: Clock, before: bool) -> None:
     """The model ran a pass for each token of what the text has once already, then as long as a pass paid: copies behind
     its chain cost none, and four tokens show that they will do.
     """
@@ -175,7 +176,8 @@ def test_a_chain_goes_on_with_copies(clock: Clock) -> None:
         model = Counting(clock)
         session = HybridDraft(SuffixDraft(), ModelDraft(model)).start(50)
         budget = Budget(30, None, (0.5,), (0.9, 0.9), (0.0, 0.0), later=0.9, pass_cost=0.5, siblings=siblings)
-        seq = FakeSequence([*range(10, 45), 5, 9], task=task(GreedySampler(Processors(), 50)))
+        seq = FakeSequence([*range(10, 45), 5, 9] if before else [5, 9], task=task(GreedySampler(Processors(), 50)))
+        seq.prediction = None if before else [*range(10, 45)]
         [tree] = session.propose([seq], [budget])
         [path] = [tree.path(node) for node in range(len(tree)) if len(tree.path(node)) == tree.depth]
         assert [tree.tokens[node] for node in path] == [*range(10, 10 + tree.depth)]
