@@ -18,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 def test_without_the_harness_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "lm_eval.__main__", None)
     monkeypatch.delitem(sys.modules, "specdec.integrations.lm_eval", raising=False)
-    with pytest.raises(SpecdecError, match=r"pip install -e '\.\[harness\]'"):
+    with pytest.raises(SpecdecError, match=r"pip install -c constraints.txt -e '\.\[harness\]'"):
         import_module("specdec.integrations.lm_eval")
 
 
