@@ -36,7 +36,6 @@ _WORTH = 3  # times as long as a few words take an answer that says more than an
 _LAPS = 3  # over all prompts, at most
 _FINALISTS = 2  # drafts that are tried in further modes
 _LARGE = 2**27  # bytes of weights: rounding smaller models gains little and hurts them more
-_ROUNDING = 1.5  # times as long as reading weights takes reading and rounding them
 _FASTER = 0.97  # share of a time, at most: a smaller gain is noise
 _LATE = "not measured: too few tokens came in time"
 _QUESTION = "Why do people in cold countries put salt on roads, and when does it not help? Answer in a few sentences."
@@ -263,7 +262,7 @@ class Tuner:
             except Exception as error:
                 yield Skipped(mode, in_words(error), failed=number == 1)
                 continue
-            self._loading = _ROUNDING * (self.clock() - began)
+            self._loading = self.clock() - began
             if number == 1:
                 modes += [] if is_gguf(Path(self.target)) else further_modes(systems.plain.target, mode)
                 self._bytes = int(1.5 * systems.plain.target.weight_bytes)
@@ -282,7 +281,7 @@ class Tuner:
 
         A draft is loaded in half the target's time.
         """
-        left, seconds = max(self._left(), 0.0), self._loading / (1 if draft is None else 2 * _ROUNDING) + self._lap
+        left, seconds = max(self._left(), 0.0), self._loading / (1 if draft is None else 2) + self._lap
         words = f"not tried: it takes about {seconds:.0f} s, and {left:.0f} s are left"
         return Skipped(mode, words, draft=draft, seconds=seconds) if left < seconds else None
 

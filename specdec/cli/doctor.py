@@ -216,7 +216,8 @@ def tune(request: CommandRequest, prompts: str | None, seconds: float, load: flo
                 yield Finding("models", "failure", why, "bad")
             case Skipped(mode, why):
                 lacking += event.seconds
-                yield Finding(mode.label, _label(event.draft) if event.draft else "all drafts", why, "note")
+                weights = next((_weights(trial) for trial in trials if trial.mode == mode), mode.label)
+                yield Finding(weights, _label(event.draft) if event.draft else "all drafts", why, "note")
             case Trial():
                 trials.append(event)
                 yield _trial(event)
@@ -248,7 +249,12 @@ def _trial(trial: Trial) -> Finding:
         words += "" if trial.pays else f", it does not pay: {trial.reason}"
     figures = {name: getattr(trial, name) for name in _FIGURES} | {"answers": len(trial.answers)}
     state: State = "good" if trial.pays else "note"
-    return Finding(f"{trial.weights} weights", _label(trial.draft), words, state, figures=figures)
+    return Finding(_weights(trial), _label(trial.draft), words, state, figures=figures)
+
+
+def _weights(trial: Trial) -> str:
+    """The heading of a mode."""
+    return f"{trial.weights} weights"
 
 
 def _label(draft: str) -> str:
