@@ -73,7 +73,7 @@ async def test_a_signal_before_it_listens(early: bool, monkeypatch: pytest.Monke
 
 async def test_balancers_see_it_leave() -> None:
     """The listener closed at once, so that nobody could ask `/ready`."""
-    async with listening(limits={"notice_seconds": 0.5, "drain_seconds": 20}) as (server, client):
+    async with listening(limits={"notice_seconds": 2, "drain_seconds": 20}) as (server, client):
         server.handle_exit(signal.SIGTERM, None)
         await asyncio.sleep(0.2)
         codes: list[int] = []
@@ -81,7 +81,7 @@ async def test_balancers_see_it_leave() -> None:
             async with httpx.AsyncClient(base_url=client.base_url, verify=False) as new:
                 codes.append((await new.get(path)).status_code)
         codes.append((await client.post("/v1/completions", json={**LONG, "max_tokens": 2})).status_code)
-        await asyncio.sleep(1)
+        await asyncio.sleep(2.5)
         async with httpx.AsyncClient(base_url=client.base_url, verify=False) as late:
             with pytest.raises(httpx.ConnectError):
                 await late.get("/ready")
