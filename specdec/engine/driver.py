@@ -168,6 +168,7 @@ class Driver:
             atexit.unregister(_close_all)  # before all handlers that are registered by now
             atexit.register(_close_all)
             self._thread = threading.Thread(target=self._run, name="specdec-engine", daemon=True)
+            _threads.add(self._thread)
             try:
                 self._thread.start()
             except BaseException as error:  # an interrupt: the thread, if it has started, ends
@@ -236,12 +237,15 @@ def _nothing() -> None:
 
 
 _drivers: WeakSet[Driver] = WeakSet()
+_threads: WeakSet[threading.Thread] = WeakSet()  # one that ends may still free a model, whose last owner it is
 
 
 def _close_all() -> None:
     """At exit: a daemon thread that frees a tensor while the interpreter ends is killed there, by SIGABRT."""
     for driver in list(_drivers):
         driver.close("the program is ending", _PATIENCE)
+    for thread in [thread for thread in _threads if thread.is_alive()]:
+        thread.join(_PATIENCE)
 
 
 def _forget_all() -> None:

@@ -486,3 +486,29 @@ def test_a_program_ends_while_its_engine_has_a_thread(last: str) -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM.format(last=last)], capture_output=True, text=True, timeout=50)
     assert (done.returncode, done.stdout) == (0, "specdec-engine\n"), done.stderr
     assert time.monotonic() - began < PATIENCE
+
+
+ENDING = """
+import atexit, threading, time
+atexit.register(lambda: print(*[one.name for one in threading.enumerate()]))  # after the engine's handler
+from contextlib import contextmanager
+from specdec import SpecGenerator
+from specdec.engine import driver
+from tests.tiny import tiny
+
+@contextmanager
+def slow():
+    yield
+    time.sleep(1.0)
+
+driver.plain_modes = slow
+SpecGenerator(tiny("llama"), eos_token_id=[]).generate([[5, 6, 7]], max_new_tokens=3)
+time.sleep(0.3)
+"""
+
+
+@pytest.mark.slow
+def test_a_thread_that_ends_is_waited_for() -> None:
+    """It may be the last owner of a model. (`summarize` wrote its texts, and then aborted while a model was freed.)"""
+    done = subprocess.run([sys.executable, "-c", ENDING], capture_output=True, text=True, timeout=50)
+    assert (done.returncode, done.stdout) == (0, "MainThread\n"), done.stderr
