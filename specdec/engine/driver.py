@@ -61,6 +61,7 @@ class Driver:
         self._open: dict[Request, _Caller] = {}
         self._thread: threading.Thread | None = None
         self._num_threads = 1  # on which torch computes: as many as in the last caller's thread
+        self._used = Threads()
 
     def start(
         self, request: Request, notify: Callable[[], object], *, stream: bool = False, pulls: bool = False
@@ -181,12 +182,11 @@ class Driver:
         """Takes steps until none is wanted; an error here is a defect, as what runs for a request is guarded."""
         with self._lock:  # until then, an interrupt of whoever starts it may reset `_thread`
             pass
-        threads = Threads()
         with plain_modes():
             while True:
                 try:
                     while self._is_wanted():
-                        threads.use(self._num_threads)
+                        self._used.use(self._num_threads)
                         self.engine.step()
                         self._tell()
                     return

@@ -58,7 +58,7 @@ class Threads:
         self._retry_at, self._pause, self._told = 0.0, _PAUSES[0], False
 
     def use(self, most: int) -> None:
-        """Has the calling thread, which is always the same, compute on at most so many threads from now on."""
+        """Has the engine's thread, which calls it, compute on at most so many threads from now on."""
         if most != self._most:
             use_threads(most)
             self._most, self._pause = most, _PAUSES[0]

@@ -19,7 +19,7 @@ import torch
 from specdec import CancelledError, EngineError, LanguageModel, SpecGenerator
 from specdec.core.drafts import Draft, Proposer
 from specdec.engine import openmp
-from specdec.engine.openmp import release_helpers
+from specdec.engine.openmp import Threads, release_helpers
 from specdec.proposers import FunctionDraft, ModelDraft, SuffixDraft
 from tests.engine.test_requests_stateful import Trouble, failing
 from tests.matrix import endless, slow, some
@@ -320,6 +320,18 @@ def test_torch_computes_on_as_many_threads_as_in_the_caller(monkeypatch: pytest.
             generated(generator, [[5, 9]], stopping_criteria=[note])
             assert torch.get_num_threads() == count
         assert counts == {count}
+
+
+def test_what_was_learned_of_a_busy_machine_outlives_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread ends after 10 ms without a call. (The next one tried all threads again, and said so again.)"""
+    used, whole = list[Threads](), Threads.use
+    monkeypatch.setattr(Threads, "use", lambda self, most: used.append(self) or whole(self, most))
+    generator = SpecGenerator(tiny("llama"), eos_token_id=[])
+    for _ in range(2):
+        generator.generate([[5, 6, 7]], max_new_tokens=3)
+        while any(one.name == "specdec-engine" for one in threading.enumerate()):
+            time.sleep(0.01)
+    assert all(threads is used[0] for threads in used)
 
 
 def test_a_stream_runs_as_far_as_it_is_read() -> None:
