@@ -52,11 +52,6 @@ class Odds:
         """What a pass of the model takes, beside the target's pass: a fifth, until it is measured."""
         return self.passes.at(1) / self.gap if self.passes.weight and self.gap else 0.2
 
-    def pace(self, share: float, most: int) -> float:
-        """How many times as fast as plain decoding the model is with at most so many guesses, which take a `share`."""
-        tokens = accumulate(accumulate([self.acceptance.mean] * most, mul))
-        return max((1.0, *((1 + more) / (1 + count * share) for count, more in enumerate(tokens, 1))))
-
 
 class HybridDraft(WrappedDraft):
     """Uses the text draft or the model draft, per sequence and round, by their expected tokens and the model's seconds.
@@ -178,7 +173,7 @@ class HybridProposer(WrappedProposer):
         Where no copies are right, decoding is as fast as the model makes it, however fast it is elsewhere.
         """
         share, node = max(self._odds.share, budget.pass_cost / budget.pace), budget.node_cost / budget.pace
-        alone, copied = self._odds.pace(share + node, budget.limit), self._copied.get(seq.id, 0.0)
+        alone, copied = _pace(self._odds.acceptance.mean, share + node, budget.limit), self._copied.get(seq.id, 0.0)
         pace = 1 / ((1 - copied) / alone + copied / max(budget.pace, alone))
         return pace * share, pace * node
 
@@ -206,17 +201,19 @@ class HybridProposer(WrappedProposer):
         return next((match for match in _MATCHES if self._text.rate(match) >= worth), 0)
 
     def _gains_by_reading(self, seq: SequenceView, unread: int, budget: Budget) -> bool:
-        """Whether the model saves more in the rest of the text than it takes to read the `unread` part of it.
+        """Whether the model may save more in the rest of the text than it takes to read the `unread` part of it.
 
-        The first tokens show whether copies will do. The model waits for them if reading in vain is likely to cost more
-        than what it would save meanwhile.
+        A model of which little is known is hoped to be good: only guesses show whether it is. The first tokens show
+        whether copies will do. The model waits for them if reading in vain is likely to cost more than what it would
+        save meanwhile.
         """
         odds, gap = self._odds, self._odds.gap or 1.0
-        best = gap / odds.pace(odds.share + budget.node_cost / budget.pace, _FEW)
+        share, most = odds.share + budget.node_cost / budget.pace, min(seq.remaining, _FEW)
+        best = gap / _pace(odds.acceptance.hoped, share, most)
         without = odds.seconds / odds.tokens if odds.tokens else gap
         reading = unread * (gap / _FEW if odds.reading is None else odds.reading)
-        share, young = odds.copied / odds.new, len(seq.tokens) < seq.prompt_length + _WAIT
-        if young and share * reading > (1 - share) * _WAIT * (gap - best):
+        copied, young = odds.copied / odds.new, len(seq.tokens) < seq.prompt_length + _WAIT
+        if young and copied * reading > (1 - copied) * _WAIT * (gap - best):
             return False
         return seq.remaining * (without - best) > reading
 
@@ -245,6 +242,12 @@ class HybridProposer(WrappedProposer):
             nodes = (read + sum(len(tree) - tree.siblings for tree in trees)) / levels
             self._odds.passes = self._odds.passes.add(nodes, seconds / levels)
         return {seq.id: tree for seq, tree in zip(seqs, trees, strict=True)}
+
+
+def _pace(acceptance: float, share: float, most: int) -> float:
+    """How many times as fast as plain decoding a model is with at most so many guesses, which take a `share` each."""
+    tokens = accumulate(accumulate([acceptance] * most, mul))
+    return max((1.0, *((1 + more) / (1 + count * share) for count, more in enumerate(tokens, 1))))
 
 
 def _fading(old: float | None, new: float) -> float:

@@ -229,6 +229,20 @@ def test_a_model_reads_where_that_pays(
     assert bool(model.passes) == reads
 
 
+@pytest.mark.parametrize(("levels", "reads"), [(4, True), (100, False)])
+def test_a_model_is_tried_until_its_guesses_are_known(clock: Clock, levels: int, reads: bool) -> None:
+    """A few guesses of which half were right are bad luck, many are a poor draft. (After 4 guesses, a model that was
+    right in 9 of 10 never read: copies that were half right came at 0.6 of its speed.)
+    """
+    model = SlowModel(clock)
+    draft = HybridDraft(SuffixDraft(), ModelDraft(model))
+    draft.odds.acceptance = Acceptance().after([(0.8, True), (0.8, False)] * (levels // 2), levels)
+    draft.odds.seconds, draft.odds.tokens = 6.0, 10.0  # 0.6 seconds a token, and a second a pass
+    draft.odds.passes, draft.odds.gap = LinearFit().add(1, 0.2), 1.0
+    draft.start(50).propose([FakeSequence([*range(40)], prompt_length=30, remaining=60)], [Budget(8)])
+    assert bool(model.passes) == reads
+
+
 @pytest.mark.parametrize(("text", "source"), [([1, 2, 3, 1], "model"), ([*range(40), 0], "suffix")])
 def test_doubtful_copies_lose_only_to_a_model_that_has_read(clock: Clock, text: list[int], source: str) -> None:
     """Copies of even chance came before a model that adds more than its passes cost: 0.97 of its speed on prose."""

@@ -6,6 +6,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import sqrt
 from typing import Any, NamedTuple
 
 from specdec.core.budget import Budget
@@ -36,6 +37,11 @@ class Acceptance:
     def mean(self) -> float:
         """The acceptance of a level whose tokens are not known yet, wherever it stands."""
         return (sum(accepted for _, accepted, _ in self.bins) + 0.8 * 2) / (self.levels + 2)
+
+    @property
+    def hoped(self) -> float:
+        """The mean and one standard error more: what may be hoped for after so few levels."""
+        return min(self.mean + sqrt(self.mean * (1 - self.mean) / (self.levels + 2)), 0.99)
 
     @cached_property
     def later(self) -> float:
