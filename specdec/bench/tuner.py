@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import dropwhile
+from itertools import groupby
 from operator import ne
 from pathlib import Path
 from statistics import mean
@@ -343,10 +343,10 @@ class Tuner:
             models.add(model)
             if (left := self._left()) > 0:
                 self._say(f"{mode.label}, draft {draft}, first passes")
-                generator.generate("def", do_sample=False, max_new_tokens=_WARM, max_time=left / 8)
-            if first and model is None and (left := self._left()) > 0:
-                call, *_ = prompts_for(candidates[NONE].generator, self.prompts)
-                self._few = max(self._answer(candidate, 0, call, _FEW, left / 4), 1e-9)
+                kind, call = prompts_for(candidates[NONE].generator, self.prompts)[0]
+                generator.generate(**call, do_sample=False, max_new_tokens=_WARM, max_time=left / 8)
+                if first and model is None:
+                    self._few = max(self._answer(candidate, 0, (kind, call), _FEW, left / 4), 1e-9)
         yield from (Skipped(mode, why, failed=True) for why in dict.fromkeys(errors))
 
     def _trials(self, mode: Mode, candidates: Mapping[str, _Candidate], more: int) -> Iterator[Trial | Skipped]:
@@ -407,10 +407,10 @@ class Tuner:
         assert out.stats is not None
         gaps, least = measured["gaps"], _LEAST if "time" in out.stats.finish_reasons else 1
         if least <= len(gaps) < out.stats.num_new_tokens:  # else all came at once, the prompt's reading included
-            # A draft model reads the prompt in the first round, which is taken to last as long as the others.
-            others = [*dropwhile(lambda gap: gap == gaps[0], gaps)]
-            rounds = out.stats.num_target_passes - 1
-            ms = 1e3 * (sum(others) * rounds / (rounds - 1) if others else sum(gaps)) / len(gaps)
+            # A draft model reads the prompt in the longest round, which is taken to last as long as the others.
+            rounds = sorted(sum(group) for _, group in groupby(gaps))
+            usual = sum(rounds[:-1]) / (len(rounds) - 1) if len(rounds) > 1 else rounds[0]
+            ms = 1e3 * usual * len(rounds) / len(gaps)
             answer = TimedAnswer(ms, measured["first_token"], out.new_tokens()[0], out.stats, kind)
             if not again or number not in candidate.answers or ms < candidate.answers[number].ms:
                 candidate.answers[number] = answer
