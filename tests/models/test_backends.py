@@ -12,6 +12,7 @@ from transformers import Blip2ForConditionalGeneration
 from specdec import LanguageModel, OptionError, SpecGenerator, UnsupportedError, kernels
 from specdec.models.backends import packed_layers
 from specdec.models.backends.packed_layers import PackedEmbedding, is_packed
+from specdec.models.loading import load
 from specdec.models.loading.load import load_model
 from specdec.options.load import Loading
 from tests.folders import saved
@@ -57,6 +58,23 @@ def test_packed_layers_say_the_same(name: str) -> None:
     after = {key: (type(module), *map(id, module.parameters(recurse=False))) for key, module in model.named_modules()}
     assert after == before
     torch.testing.assert_close(logits(language.model, name), logits(model, name), rtol=1e-4, atol=1e-4)
+
+
+def test_a_model_object_that_would_be_faster_packed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A caller's model ran eager, at a fraction of the speed, without a word; small ones, and by choice, still do."""
+    SpecGenerator(tiny("llama"))
+    monkeypatch.setattr(load, "_LARGE", 1)
+    load._report_slow.cache_clear()
+    for name, backend in (("llama", "eager"), ("llama", "packed"), ("mamba", "auto")):
+        SpecGenerator(tiny(name), backend=backend)
+    assert "as you loaded it" not in caplog.text
+    for draft in (None, tiny("llama")):
+        SpecGenerator(tiny("llama"), draft)
+    [line] = [line for line in caplog.messages if "as you loaded it" in line]
+    assert line.startswith("the LlamaForCausalLM stays")
+    assert "pass `backend='packed'`" in line
 
 
 @pytest.mark.parametrize("name", ["bloom", "t5", "bart", "llama"])

@@ -8,7 +8,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
 from os import PathLike
@@ -22,6 +22,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from specdec import kernels
 from specdec.errors import OptionError, UnsupportedError
+from specdec.models.backends.packed_layers import why_not_packed
 from specdec.models.hf.derived import media_modules, part_class
 from specdec.models.hf.load_errors import check_complete, check_folder, explain_errors
 from specdec.models.hf.private_api import auto_class, cached, class_of
@@ -39,6 +40,7 @@ from specdec.options.load import AUTO, PASSES, QUANTIZATIONS, Loading, split_ggu
 
 _log = logging.getLogger(__name__)
 _HOST = ("cpu", "disk")
+_LARGE = 2**26  # bytes of weights; passes of smaller models spend their time elsewhere
 _WHOLE = {"device_map", "offload"}  # options of loading that place the whole model at once
 
 
@@ -74,10 +76,29 @@ def load_model(
                 f"the {name} is shared by several processes, which would not follow one another: load all of it in one "
                 "process, with `device_map='auto'` on several devices"
             )
-        return LanguageModel(source, backend=how.backend, exactness=how.exactness)
+        language = LanguageModel(source, backend=how.backend, exactness=how.exactness)
+        if name == "target" and how.backend == AUTO and _is_slow(language):
+            _report_slow(type(source).__name__)
+        return language
     if not isinstance(source, (str, PathLike)):
         raise OptionError.of(name, "a hub name, a path or a transformers model", type(source).__name__)
     return _from_checkpoint(str(source), *_source_folder(source, how, name), name)
+
+
+def _is_slow(language: LanguageModel) -> bool:
+    """Whether a caller's model runs eager, and packed passes would be faster."""
+    could_be_packed = language.backend == "eager" and language.capability.cache_kind == "kv"
+    is_large = could_be_packed and language.weight_bytes >= _LARGE
+    return is_large and why_not_packed(language.model) is None and kernels.available()
+
+
+@cache
+def _report_slow(model: str) -> None:
+    _log.warning(
+        "the %s stays as you loaded it (`backend='eager'`), so its passes are slower: load it by name, "
+        "SpecGenerator.from_pretrained(…), or pass `backend='packed'`, which keeps a second copy of its weights",
+        model,
+    )
 
 
 def check_source(source: str, how: Loading, name: str = "model") -> None:
