@@ -81,7 +81,7 @@ class _Screen:
     """
 
     def __init__(self, params: Mapping[str, Any]) -> None:
-        self._kind = None if params["output_dir"] else params["format"]
+        self._kind = None if params["output_dir"] else params["format"][0]
         self._out, err = Console(), Console(stderr=True)
         self._width = err.width if err.is_terminal and not is_quiet() else 0
         self._text = self._printed = ""

@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from enum import Enum
 from itertools import islice
 from pathlib import Path
 from signal import SIGTERM
@@ -45,7 +46,7 @@ SOUNDS = ("wav", "flac", "mp3", "ogg")
 ZOO = "zoo:speech"
 LINES = ("max_line_width", "max_words_per_line", "max_line_count")
 SHORT = re.compile(r"(tiny|base|small|medium)(\.en)?|large(-v[123])?|large-v3-turbo")  # openai-whisper's names
-Format = Literal["text", "json", "srt", "vtt"]
+Format = Enum("Format", {"text": "text", "json": "json", "srt": "srt", "vtt": "vtt"})
 SPEECH_FLAGS = {**FLAGS, "chunk_length": "chunk_length_s"}
 
 
@@ -64,7 +65,7 @@ def transcribe(
     model: str | None = flags.flag(f"Whisper model: hub id or folder. {ZOO}, the model of --demo, knows 299 words."),
     language: str | None = flags.flag("Language of the recordings, a name or code; detected by default."),
     task: Literal["transcribe", "translate"] | None = flags.flag("Translations are into English."),
-    format: Format = Option("text", help="Output format; json is one object per file and line."),
+    format: list[Format] = Option([Format.text], help="Output; json is one object per file and line; repeatable."),
     words: bool = Option(
         False, "--words", help="Timestamps of words; in vtt they stand in the segments' cues, in json in segments."
     ),
@@ -83,7 +84,7 @@ def transcribe(
     seed: int | None = flags.flag("Seed of sampling, for --fallback."),
     set_: list[str] | None = flags.flag("Any other option of a call; repeatable.", "--set", metavar="KEY=VALUE"),
     output_dir: Path | None = flags.flag("Folder for NAME.txt, .json, .srt or .vtt; subfolders stay."),
-    resume: bool = Option(False, "--resume", help="Skip recordings with a file in --output-dir."),
+    resume: bool = Option(False, "--resume", help="Skip recordings with their files in --output-dir."),
 ) -> int:
     """Transcribe recordings. The text is the same with and without a draft.
 
@@ -98,15 +99,19 @@ def transcribe(
     name = ctx.params["model"] = choose_model(model, demo=demo)
     if source is None and not any(name == STDIN or Path(name).exists() for name in recordings):
         raise OptionError(f"there is no file {recordings[0]}: check the name, or download it first")
-    check_output(recordings, format, output_dir, files or [])
-    if format not in ("srt", "vtt"):
+    formats = ctx.params["format"] = [*dict.fromkeys(kind.value for kind in format)]
+    if len(formats) > 1 and output_dir is None:
+        raise OptionError(f"--format {' and '.join(formats)} make a file each: pass --output-dir")
+    for kind in formats:
+        check_output(recordings, kind, output_dir, files or [])
+    if not {"srt", "vtt"} & {*formats}:
         refuse_idle(ctx.params, LINES, "is for subtitles: pass --format srt or vtt")
     if max_line_width is None:
         refuse_idle(ctx.params, ("max_line_count",), "counts lines of a width: pass --max-line-width")
     request = read_speech(ctx.params)
     make_folder(output_dir)
     if resume:
-        recordings = unfinished(recordings, format, output_dir, files or [])
+        recordings = unfinished(recordings, formats, output_dir, files or [])
         if not recordings:
             return OK
     with loading(f"loading {name}", downloads=not are_here(request.target, request.draft)):
@@ -126,7 +131,7 @@ def transcribe(
     loaded = clock()
     if source is not None:
         out, fault = live.transcribe_live(transcriber, request.options, ctx.params)
-        if format != "text" or output_dir is not None:
+        if formats != ["text"] or output_dir is not None:
             show(source, out, ctx.params, headed=False)
         tell([out], ctx.params)
         if fault is not None:
@@ -205,11 +210,13 @@ def tell(heard: Sequence[Transcription], params: Mapping[str, Any]) -> None:
     remark(f"{duration:.1f} s of sound in {seconds:.1f} s ({rate}){length}{advice}")
 
 
-def unfinished(recordings: Sequence[str], format: Format, folder: Path | None, named: Sequence[str]) -> list[str]:
-    """The recordings without a file in the folder."""
+def unfinished(
+    recordings: Sequence[str], formats: Sequence[str], folder: Path | None, named: Sequence[str]
+) -> list[str]:
+    """The recordings that lack a file in the folder."""
     if folder is None:
         raise OptionError("--resume skips recordings with a file in --output-dir: pass --output-dir")
-    left = [name for name in recordings if not output_file(name, format, folder, named).exists()]
+    left = [name for name in recordings if not all(output_file(name, f, folder, named).exists() for f in formats)]
     say(f"{len(recordings) - len(left)} of {len(recordings)} recordings are done already")
     return left
 
@@ -223,7 +230,7 @@ def make_folder(folder: Path | None) -> None:
         raise OptionError(f"--output-dir: {folder} cannot be made ({error.strerror}): name another") from None
 
 
-def output_file(name: str, format: Format, folder: Path, named: Sequence[str]) -> Path:
+def output_file(name: str, format: str, folder: Path, named: Sequence[str]) -> Path:
     """Where a file's text goes; a file in a folder of those that were `named` keeps the subfolders between them."""
     path = Path(name if name != STDIN else "stdin")
     above = next((Path(root) for root in named if path != Path(root) and path.is_relative_to(root)), path.parent)
@@ -244,7 +251,7 @@ def choose_model(model: str | None, *, demo: bool) -> str:
     return model or ZOO
 
 
-def check_output(files: Sequence[str], format: Format, folder: Path | None, named: Sequence[str]) -> None:
+def check_output(files: Sequence[str], format: str, folder: Path | None, named: Sequence[str]) -> None:
     """Raises OptionError where two files would have the same output, or a file would be written over."""
     if len(files) > 1 and folder is None and format in ("srt", "vtt"):
         raise OptionError(f"--format {format} makes one file per recording: pass --output-dir")
@@ -283,7 +290,7 @@ def read_speech(params: Mapping[str, Any]) -> CommandRequest:
     call = {SPEECH_FLAGS.get(name, name): value for name, value in passed(params, same).items()}
     if params.get("words") or params.get("max_words_per_line"):
         call["return_timestamps"] = "word"
-    elif params.get("format", "text") != "text":
+    elif {*params.get("format", ())} - {"text"}:
         call["return_timestamps"] = True
     if params.get("context"):
         call["condition_on_prev_tokens"] = True
@@ -294,14 +301,16 @@ def read_speech(params: Mapping[str, Any]) -> CommandRequest:
 
 def show(name: str, out: Transcription, params: Mapping[str, Any], *, headed: bool) -> None:
     """Writes one recording's text to the folder, or prints it; a text that was stopped gets a name with `.part`."""
-    content = rendered(name, out, params)
-    if params["output_dir"] is None:
-        return print_text(content, name if headed and params["format"] == "text" else None)
-    path = output_file(name, params["format"], params["output_dir"], params["files"] or [])
-    part = path.with_suffix(f".part{path.suffix}")
-    write_file(part if out.stopped else path, content)
-    if not out.stopped:
-        part.unlink(missing_ok=True)
+    for kind in params["format"]:
+        content = rendered(name, out, kind, params)
+        if params["output_dir"] is None:
+            print_text(content, name if headed and kind == "text" else None)
+            continue
+        path = output_file(name, kind, params["output_dir"], params["files"] or [])
+        part = path.with_suffix(f".part{path.suffix}")
+        write_file(part if out.stopped else path, content)
+        if not out.stopped:
+            part.unlink(missing_ok=True)
 
 
 def write_file(path: Path, content: str) -> None:
@@ -313,16 +322,14 @@ def write_file(path: Path, content: str) -> None:
         raise SpecdecError(f"{path} cannot be written ({error.strerror}): make room there") from None
 
 
-def rendered(name: str, out: Transcription, params: Mapping[str, Any]) -> str:
-    """The text of a recording in its format, without the last line's end."""
+def rendered(name: str, out: Transcription, kind: str, params: Mapping[str, Any]) -> str:
+    """The text of a recording in a format, without the last line's end."""
     from specdec.pipelines.speech.subtitles import srt, vtt
 
-    if params["format"] == "text":
+    if kind == "text":
         return str(out["text"].strip())
-    if params["format"] != "json":
-        return (srt if params["format"] == "srt" else vtt)(out.cues, *(params[name] for name in LINES)).removesuffix(
-            "\n"
-        )
+    if kind != "json":
+        return (srt if kind == "srt" else vtt)(out.cues, *(params[name] for name in LINES)).removesuffix("\n")
     facts = {"file": name, "text": out["text"], "chunks": out["chunks"], "language": out.language}
     if any("words" in cue for cue in out.cues):
         facts["segments"] = [

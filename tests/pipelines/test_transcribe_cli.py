@@ -104,6 +104,21 @@ def test_files_of_their_own(kind: str, tmp_path: Path, typed: Any) -> None:
         assert " --> " in found[f"long.{ending}"]
 
 
+def test_several_formats_of_one_run(folder: Path, tmp_path: Path, typed: Any) -> None:
+    """Subtitles in srt and vtt, and json beside them, took three transcriptions."""
+    flags, into = ["--format", "srt", "--format", "vtt", "--format", "json"], ["--output-dir", tmp_path]
+    assert typed("long.wav", *flags, *into)[0] == 0
+    files = {path.suffix: path.read_text("utf-8") for path in tmp_path.iterdir()}
+    assert files.keys() == {".srt", ".vtt", ".json"}
+    cues = len(json.loads(files[".json"])["chunks"])
+    assert cues == files[".srt"].count(" --> ") == files[".vtt"].count(" --> ") > 1
+    (tmp_path / "long.vtt").unlink()
+    assert "0 of 1 recordings are done already" in typed("long.wav", *flags, *into, "--resume")[2]
+    assert "1 of 1 recordings are done already" in typed("long.wav", *flags, *into, "--resume")[2]
+    code, _, err = typed("long.wav", *flags)
+    assert (code, "--format srt and vtt and json make a file each: pass --output-dir" in err) == (2, True)
+
+
 def test_a_folder_keeps_its_subfolders(folder: Path, tmp_path: Path, typed: Any) -> None:
     """Recordings of one name in two subfolders were an error, and --resume finds the files again."""
     for place, name in (("a", "short.wav"), ("b/c", "short.wav"), ("", "long.wav")):
