@@ -94,7 +94,8 @@ def summarize(
                 for text in summary.texts if format == "text" and output_dir is None else ():
                     print_text(text, name if len(texts) > 1 else None)
     except KeyboardInterrupt:
-        say(f"{len(documents)} of {len(texts)} are done, leave these files out to resume")
+        place = "" if output_dir is None else f" and in {output_dir}"
+        say(f"{len(documents)} of {len(texts)} are done{place}; leave these files out to resume")
         code = INTERRUPTED
     if documents and format == "json" and output_dir is None:
         report({"documents": documents}, request, total(counts))

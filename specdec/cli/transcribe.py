@@ -187,9 +187,9 @@ def transcribe_all(
             outs = list(islice(results, len(batch)))
         heard = [(name, out) for name, out in zip(batch, outs, strict=False) if out is not None]
         for name, out in heard:
-            show(name, out, params, headed=len(recordings) > 1)
+            files = show(name, out, params, headed=len(recordings) > 1)
             if out.stopped:
-                say(f"of {name} what was heard until now is written")
+                say(f"of {name} what was heard until now is in {', '.join(files) or 'the output'}")
         yield from (out is not None for out in outs if out is None or not out.stopped)
         if heard and len(recordings) > 1 and (params["stats"] or not is_quiet()):
             say(", ".join(name for name, _ in heard), "dim")
@@ -299,8 +299,12 @@ def read_speech(params: Mapping[str, Any]) -> CommandRequest:
     return CommandRequest(target, draft, options, how)
 
 
-def show(name: str, out: Transcription, params: Mapping[str, Any], *, headed: bool) -> None:
-    """Writes one recording's text to the folder, or prints it; a text that was stopped gets a name with `.part`."""
+def show(name: str, out: Transcription, params: Mapping[str, Any], *, headed: bool) -> list[str]:
+    """Prints one recording's text, or writes it to the folder and returns its files.
+
+    A text that was stopped gets names with `.part`.
+    """
+    files = list[str]()
     for kind in params["format"]:
         content = rendered(name, out, kind, params)
         if params["output_dir"] is None:
@@ -308,9 +312,11 @@ def show(name: str, out: Transcription, params: Mapping[str, Any], *, headed: bo
             continue
         path = output_file(name, kind, params["output_dir"], params["files"] or [])
         part = path.with_suffix(f".part{path.suffix}")
-        write_file(part if out.stopped else path, content)
+        files.append(str(part if out.stopped else path))
+        write_file(Path(files[-1]), content)
         if not out.stopped:
             part.unlink(missing_ok=True)
+    return files
 
 
 def write_file(path: Path, content: str) -> None:

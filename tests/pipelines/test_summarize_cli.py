@@ -98,6 +98,21 @@ def test_files_of_their_own(summarize: Any, expected: dict[str, str], tmp_path: 
     assert (folder / "text.txt").read_text(encoding="utf-8") == expected[TEXT] + "\n"
 
 
+def test_an_interrupt_names_the_folder(summarize: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was done before Ctrl-C lies there; the line told a number alone."""
+    decode, calls = Summarizer.summarize, list[Any]()
+
+    def interrupted(self: Summarizer, texts: Any, **options: Any) -> Any:
+        calls.append(texts)
+        if len(calls) > 1:
+            raise KeyboardInterrupt
+        return decode(self, texts, **options)
+
+    monkeypatch.setattr(Summarizer, "summarize", interrupted)
+    code, _, err = summarize("text.txt", "long.txt", "--batch-size", "1", "--output-dir", str(tmp_path))
+    assert (code, f"1 of 2 are done and in {tmp_path}; leave these files out to resume" in err) == (130, True)
+
+
 def test_folders(expected: dict[str, str], folder: Path, tmp_path: Path, called: Any) -> None:
     """Their texts are summarized, unreadable ones told and left out. (A folder was an error, and one ended all.)"""
     inside = tmp_path / "texts" / "more"

@@ -289,8 +289,8 @@ def test_what_was_heard_stays(
         assert "stopping after these windows" in err
         assert "1 of 2 recordings are done; run the same command again to resume" in err
         code, _, err = typed("long.wav", *flags)
-        assert (code, "long.wav what was heard until now is written" in err) == (130, True)
-    part = tmp_path / f"long.part.{kind}"
+        part = tmp_path / f"long.part.{kind}"
+        assert (code, f"long.wav what was heard until now is in {part}" in err) == (130, True)
     text = part.read_text("utf-8")
     assert 0 < (text.count(" --> ") if kind == "srt" else len(json.loads(text)["chunks"])) < whole
     assert ("stopped" in text) == (kind == "json")
