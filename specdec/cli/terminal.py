@@ -81,16 +81,22 @@ def duration(seconds: float) -> str:
 
 
 class _Notes(logging.Handler):
-    """Prints the library's log as lines on stderr, each once; `later` holds the lines while a text is printed."""
+    """Prints the library's log as lines on stderr, each once; `later` holds the lines while a text is printed.
+
+    A record with the attribute `doing` says what the `bar` of loading waits for.
+    """
 
     quiet = False
     later: list[str] | None = None
+    bar: Bar | None = None
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
         self._lines: set[str] = set()
 
     def emit(self, record: logging.LogRecord) -> None:
+        if _Notes.bar is not None and (doing := getattr(record, "doing", "")):
+            _Notes.bar(0, 0, doing)
         line = f"note: {in_flags(record.getMessage())}"
         if line in self._lines:
             return
@@ -183,11 +189,12 @@ def _weights(message: str, *, quiet: bool) -> Iterator[None]:
             return make(counted(args[0]), *args[1:], **kwargs) if args else make(**kwargs)
 
         logging = _hush_transformers()
-        before = logging.set_tqdm_hook(follow)
+        before, _Notes.bar = logging.set_tqdm_hook(follow), notify
         try:
             yield
         finally:
             logging.set_tqdm_hook(before)
+            _Notes.bar = None
 
 
 def _hush_transformers() -> Any:

@@ -158,8 +158,9 @@ def _build(library: Path) -> None:
     identity = f"{shlex.join(program)} {files} {states}"
     failure = cache_files.failure(note)
     if failure[:1] != [identity]:
+        how = {"doing": "building kernels, once"}  # in a bar
         # A warning, as the caller waits for it.
-        _log.warning("building kernels for this processor, once: 20 to 60 seconds (%s)", library)
+        _log.warning("building kernels for this processor, once: 20 to 60 seconds (%s)", library, extra=how)
         with tempfile.TemporaryDirectory(dir=library.parent) as folder:
             binary = Path(folder) / library.name
             try:

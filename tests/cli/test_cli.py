@@ -171,6 +171,19 @@ def test_lines_while_a_step_takes_long(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert not capsys.readouterr().err
 
 
+def test_the_bar_tells_of_a_build(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """While kernels were built, for a minute, it said that the model was loading."""
+    monkeypatch.setattr("specdec.cli.terminal._SECONDS", 0.5)
+    monkeypatch.setattr(build, "_compile", lambda library, program: (time.sleep(1.6), library.touch()))
+    with notes(), loading("loading it"):
+        build._build(tmp_path / "kernels.so")
+    lines = capsys.readouterr().err.splitlines()
+    assert sum("building kernels for this processor" in line for line in lines) == 1
+    assert any(re.fullmatch(r"building kernels, once: 0:\d\d so far", line) for line in lines)
+
+
 @pytest.mark.parametrize("kind", ["rounded", "packed", "gguf"])
 def test_lines_while_weights_are_brought_in(
     kind: str, target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
