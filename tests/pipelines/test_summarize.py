@@ -286,6 +286,7 @@ CALLS = [
     ("a", {"truncation": "some"}, "`truncation` must be True or False, got 'some'"),
     ("a", {"batch_size": 0}, "`batch_size` must be a whole number of at least 1, got 0"),
     ("a", {"batch_size": True}, "`batch_size`"),
+    ("a", {"progress": True}, r"`progress` must be a function of \(done, whole\), got True: pass one"),
     ("a", {"return_tensors": True}, "`return_tensors` is not an option of generate"),
     ("a", {"output_scores": True}, "`output_scores` has no place in a Summarizer's result"),
     ("a", {"return_dict_in_generate": True}, "`return_dict_in_generate` has no place"),

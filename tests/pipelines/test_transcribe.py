@@ -602,6 +602,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"language": "en", "generate_kwargs": {"language": "de"}}, "`language` is given twice"),
     ({"output_scores": True}, "`output_scores` has no place in a Transcriber's result"),
     ({"num_samples": 2}, "`num_samples` above 1 is not supported"),
+    ({"progress": True}, r"`progress` must be a function of \(done, whole\), got True: pass one, such as `print`"),
+    ({"on_error": "skip"}, r"`on_error` must be a function of \(input, error\), got 'skip'"),
     ({"num_beams": 0}, "num_beams"),
     ({"chunk_length_s": 1, "stride_length_s": 0.499999}, "less than 1 seconds"),
 ]

@@ -23,7 +23,7 @@ from specdec.models.hf.load_errors import check_folder, explain_errors
 from specdec.options import bundled_models
 from specdec.options.fields import check_whole, is_number, pop_fields
 from specdec.options.load import AUTO, Loading
-from specdec.pipelines.checks import refuse_outputs
+from specdec.pipelines.checks import check_function, refuse_outputs
 from specdec.pipelines.speech.live import Live
 from specdec.pipelines.speech.recordings import Chunking, Recording, read_chunking
 from specdec.pipelines.speech.settings import NAMES, SpeechSettings, speech_settings
@@ -243,6 +243,8 @@ class Transcriber:
         stop_when: Stop = lambda: False,
     ) -> _Request:
         """A call's options over the defaults, checked."""
+        check_function("progress", progress, "done, whole")
+        check_function("on_error", on_error, "input, error")
         options = {**_flat(self._defaults), **_flat(arguments)}
         options = {name: value for name, value in options.items() if value is not None and name not in _IGNORED}
         call, speech = pop_fields(options, _CALL), pop_fields(options, NAMES)

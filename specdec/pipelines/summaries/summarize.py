@@ -20,7 +20,7 @@ from specdec.generator.tokenizers import decode, ids_of
 from specdec.options.fields import check_whole
 from specdec.options.generate import Options
 from specdec.options.load import AUTO
-from specdec.pipelines.checks import refuse_outputs
+from specdec.pipelines.checks import check_function, refuse_outputs
 from specdec.pipelines.summaries.chunks import cut_text, whole_sentences
 
 BATCH = 8  # prompts decoded together
@@ -153,6 +153,7 @@ class Summarizer:
         if not isinstance(truncation, bool):
             raise OptionError.of("truncation", "True or False", truncation)
         check_whole("batch_size", batch_size)
+        check_function("progress", progress, "done, whole")
         if options.get("prediction") is not None:
             raise OptionError(
                 "`prediction` goes with one prompt, a Summarizer makes its own: call SpecGenerator for it"
