@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -25,9 +25,10 @@ class Stats:
     *Mean acceptance length* is 1 + accepted / speculative steps; a speculative step is one sequence's part of a target
     pass with a proposal. *Target passes per token* counts every pass. A search's tokens are its steps; `lengths` are
     the new tokens of every returned text, and `finish_reasons` say why it ended. `num_draft_tokens` are nodes without
-    siblings, which cost no draft pass. `per_row` has one entry per sequence (a search is one, a ranked sample too),
-    whose passes are those after which it had new tokens. `cached_prompt_tokens` were read in an earlier call or for
-    another sequence. Seconds are sums over rounds, which sequences of other calls may have shared;
+    siblings, which cost no draft pass. `accepted_by_source`: accepted tokens by what guessed them ("suffix", "model",
+    "model+suffix": a chain of the model that copies continued). `per_row` has one entry per sequence (a search is one,
+    a ranked sample too), whose passes are those after which it had new tokens. `cached_prompt_tokens` were read in an
+    earlier call or for another sequence. Seconds are sums over rounds, which sequences of other calls may have shared;
     `first_token_seconds` end with the first new token, and `loading_seconds`, 0 for a caller's own models, were before
     the call. `saved_seconds`: what rounds with a draft saved beside rounds without one, below 0 where the draft took
     more; 0 where no schedule measured both. `exactness` compares the text with the same call's text without a draft:
@@ -41,6 +42,7 @@ class Stats:
     num_spec_steps: int = 0
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
+    accepted_by_source: Mapping[str, int] = field(default_factory=dict)
     per_step_drafted: Sequence[int] = ()
     per_step_accepted: Sequence[int] = ()
     seconds: float = 0.0
@@ -104,11 +106,12 @@ class Stats:
     @property
     def table(self) -> list[tuple[str, str, str]]:
         """Rows of a name, a figure and more words about it."""
+        sources = "".join(f", {name} {count}" for name, count in self.accepted_by_source.items())
         speculative = (
             (
                 "accepted",
                 str(self.num_accepted_draft_tokens),
-                f"{self.draft_acceptance_rate:.0%} of {self.num_draft_tokens} drafted",
+                f"{self.draft_acceptance_rate:.0%} of {self.num_draft_tokens} drafted{sources}",
             ),
             ("mean acceptance length", f"{self.mean_acceptance_length:.2f}", f"{self.num_spec_steps} steps"),
             ("acceptance histogram", "", " ".join(map(str, self.acceptance_histogram))),
@@ -144,6 +147,8 @@ def total(parts: Sequence[Stats]) -> Stats:
         values = [getattr(part, stat.name) for part in parts]
         if stat.name in ("first_token_seconds", "loading_seconds"):
             joined[stat.name] = values[0]
+        elif stat.name == "accepted_by_source":
+            joined[stat.name] = dict(sum(map(Counter, values), Counter()))
         elif isinstance(stat.default, tuple):
             joined[stat.name] = tuple(item for value in values for item in value)
         elif isinstance(stat.default, int | float):

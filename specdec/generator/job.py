@@ -263,6 +263,9 @@ def _stats_of(seq: RunningSequence, rounds: Sequence[SequenceRound]) -> Stats:
     """The statistics of one sequence; its finish reason is "cancelled" where it was cut off."""
     drafted = [round.drafted for round in rounds if round.drafted]
     accepted = [round.accepted for round in rounds if round.drafted]
+    by_source = Counter[str]()
+    for round in rounds:
+        by_source[round.source] += round.accepted
     return Stats(
         num_new_tokens=sum(len(round.steps) for round in rounds),
         cached_prompt_tokens=seq.cached_prompt_tokens,
@@ -270,6 +273,7 @@ def _stats_of(seq: RunningSequence, rounds: Sequence[SequenceRound]) -> Stats:
         num_spec_steps=len(drafted),
         num_draft_tokens=sum(drafted),
         num_accepted_draft_tokens=sum(accepted),
+        accepted_by_source={name: count for name, count in by_source.items() if name and count},
         per_step_drafted=tuple(drafted),
         per_step_accepted=tuple(accepted),
         finish_reasons=(next((round.finish for round in rounds if round.finish), "cancelled"),),

@@ -160,6 +160,20 @@ def test_statistics_add_up() -> None:
     assert stats.loading_seconds == 0  # the models are the caller's
 
 
+def test_accepted_tokens_by_source() -> None:
+    """Of a hybrid, copies and guesses of the model were one number."""
+    model = tiny("llama")
+    generator = SpecGenerator(model, ("suffix", tiny("llama")), schedule="constant", num_assistant_tokens=3)
+    stats = generator.generate([[5, 9, 12, 5, 9, 12, 5, 9], [7, 7]], **{**COMMON, "max_new_tokens": 40}).stats
+    counts = stats.accepted_by_source
+    assert len(counts) > 1
+    assert counts.keys() <= {"suffix", "model", "model+suffix"}
+    assert sum(counts.values()) == stats.num_accepted_draft_tokens
+    for row in stats.per_row:
+        assert sum(row.accepted_by_source.values()) == row.num_accepted_draft_tokens
+    assert "drafted, " + ", ".join(f"{name} {count}" for name, count in counts.items()) in str(stats)
+
+
 def test_times_of_a_stream() -> None:
     """From its start to the first token; a model that is target and draft loaded once. (It counted twice.)"""
     model = LanguageModel(tiny("llama"))
