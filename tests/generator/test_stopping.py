@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import MaxLengthCriteria, MaxTimeCriteria, PreTrainedTokenizerFast
+from transformers import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, PreTrainedTokenizerFast
 
 from specdec import SpecGenerator
 from tests.generator.test_tokenizers import word_piece
@@ -101,6 +101,26 @@ def test_custom_criterion_inside_a_block(model: Any, answer: list[int]) -> None:
         assert out.stats.finish_reasons == (reason,)
         criterion.reason = "budget"
     assert lengths[0] == lengths[1] == list(range(5, 18))
+
+
+class OwnLength(MaxLengthCriteria):
+    """A criterion that the generator does not know."""
+
+
+def test_all_criteria_are_asked_even_at_the_end() -> None:
+    """A criterion that counts its calls counts as in plain decoding; bare bools are answers too.
+
+    The first that holds gives the reason, before the length and after an end token.
+    """
+    calls: list[int] = []
+    criteria: list[Any] = [lambda ids, scores, n=n: calls.append(n) or n == 0 for n in range(2)]
+    for options, reason in (({"eos_token_id": range(64)}, "eos"), ({"max_new_tokens": 1}, "criteria")):
+        out = SpecGenerator(tiny("llama")).generate(PROMPT, **endless(9, stopping_criteria=criteria, **options))
+        assert out.stats.finish_reasons == (reason,)
+    assert calls == [0, 1] * 2
+    for first, reason in ((EosTokenCriteria([*range(64)]), "eos"), (OwnLength(5), "length")):
+        out = SpecGenerator(tiny("llama")).generate(PROMPT, **endless(9, stopping_criteria=[first, *criteria]))
+        assert out.stats.finish_reasons == (reason,)
 
 
 def test_criteria_see_the_scores(model: Any, answer: list[int]) -> None:
