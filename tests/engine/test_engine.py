@@ -21,8 +21,6 @@ from specdec.models import Session
 from specdec.models.backends.kv_session import KvSession
 from specdec.proposers import ModelDraft
 from tests.engine.test_requests import finish, submit
-from tests.engine.test_requests_stateful import Trouble, failing
-from tests.engine.test_threads import Jammed
 from tests.matrix import endless, slow
 from tests.oracle import sessions_of_drafts, shapes
 from tests.proposers.fakes import OwnProposer
@@ -131,30 +129,6 @@ def test_finished_requests_leave_the_batch_at_once(how: dict[str, Any]) -> None:
     copies = how.get("num_samples", 1)
     assert list(map(len, out.new_tokens())) == lengths
     assert [rows for rows, _ in passes][-20:] == [2 * copies] * 4 + [copies] * 16
-
-
-@pytest.mark.parametrize("name", ["llama", "bloom", "t5", "mamba"])
-@pytest.mark.parametrize("trouble", ["draft", "processor", "streamer", "criterion"])
-def test_bad_luck_leaves_everything_usable(name: str, trouble: str) -> None:
-    """After an exception in a draft, processor, streamer or criterion, the next call and the model are as before."""
-    model = tiny(name)
-    prompt = [[5, 9, 12]]
-    generator = SpecGenerator(model, "early_exit:1")
-    before = generator.generate(prompt, **COMMON).sequences.tolist()
-    logits = plain_logits(model)
-    error = KeyboardInterrupt() if trouble == "processor" else Trouble()
-    options = {"streamer": Jammed(1)} if trouble == "streamer" else failing(trouble, error, 2)
-    with pytest.raises(type(error)):
-        generator.generate(prompt, **COMMON, **options)
-    assert generator.generate(prompt, **COMMON).sequences.tolist() == before
-    assert torch.equal(plain_logits(model), logits)
-
-
-def plain_logits(model: Any) -> torch.Tensor:
-    ids = torch.tensor([[5, 9, 12, 7]])
-    more = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
-    with torch.no_grad():
-        return model(ids, **more).logits
 
 
 def noting(heard: list[SequenceRound]) -> Constant:
