@@ -15,7 +15,7 @@ from specdec.pipelines.speech.audio import log_mel, read_audio
 from specdec.pipelines.speech.recordings import Recording
 from specdec.pipelines.speech.settings import SpeechSettings
 from specdec.pipelines.speech.whisper import Evidence, Whisper
-from specdec.pipelines.speech.windows import Track, window_segments
+from specdec.pipelines.speech.windows import Track
 from tests.matrix import slow
 from tests.speech import RATE, processor, settings, speech, whisper
 from tests.tiny import tiny
@@ -541,17 +541,6 @@ def test_options_of_a_call_go_before_those_of_the_transcriber() -> None:
     assert transcriber(speech(0.5), generate_kwargs={"language": "german"}).language == "german"
     assert transcriber(speech(0.5), language="german").language == "german"
     assert transcriber(speech(0.5)).language == "english"
-
-
-@pytest.mark.parametrize(
-    ("tokens", "times"),
-    [([125, 5, 6, 145], (0.5, 0.9)), ([125, 5, 6], (0.5, 1.0)), ([5, 6, 145], (0.0, 0.9)), ([5, 6], (0.0, 1.0))],
-)
-def test_a_window_with_one_segment_has_its_times(tokens: list[int], times: tuple[float, float]) -> None:
-    """As in the pipeline. (It began with the window, also where a timestamp said later.)"""
-    [found], covered = window_segments(tokens, begin=100, offset=0.0, frames=100, stride=2)
-    assert (found.start, found.end) == pytest.approx(times)
-    assert covered == 100
 
 
 def test_loaded_by_name(tmp_path: Any) -> None:
