@@ -18,20 +18,15 @@ from tests.models.gguf.models import KINDS, model_of, saved
 from tests.models.gguf.texts import SPLIT
 
 pytest.importorskip("gguf")
+THREES = "He|'LL| pay| | $|123|45|.|6| (|x|²|)| CamelCase|_|9|\n\n|\tnaïve| 中文| 한국어|!!| "
+ONES = "He|'LL| pay| | $|1|2|3|4|5|.|6| (|x|²|)| CamelCase|_|9|\n\n|\tnaïve| 中文| 한국어|!!| "
 PIECES = {
     "default": "He|'|LL| pay|  |$|123|45|.|6| |(|x|²|)| CamelCase|_|9|\n\n|\t|naïve| 中文| 한국어|!!| ",
     "gpt-2": "He|'|LL| pay| | $|12345|.|6| (|x|²|)| CamelCase|_|9|\n\n|\t|naïve| 中文| 한국어|!!| ",
     "smollm": "He|'|LL| pay| | $|1|2|3|4|5|.|6| (|x|²|)| CamelCase|_|9|\n\n|\t|naïve| 中文| 한국어|!!| ",
-    "llama-bpe": "He|'LL| pay| | $|123|45|.|6| (|x|²|)| CamelCase|_|9|\n\n|\tnaïve| 中文| 한국어|!!| ",
-    "minicpm5": "He|'LL| pay| | $|123|45|.|6| (|x|²|)| CamelCase|_|9|\n\n|\tnaïve| 中文| 한국어|!!| ",
-    "qwen2": "He|'LL| pay| | $|1|2|3|4|5|.|6| (|x|²|)| CamelCase|_|9|\n\n|\tnaïve| 中文| 한국어|!!| ",
-    "laguna": "He|'LL| pay| | $|1|2|3|4|5|.|6| (|x|²|)| CamelCase|_|9|\n\n|\tnaïve| 中文| 한국어|!!| ",
-    "ufakzeka": "He|'LL| pay| | $|1|2|3|4|5|.|6| (|x|²|)| CamelCase|_|9|\n\n|\tnaïve| 中文| 한국어|!!| ",
-    "seed-coder": "He|'LL| pay| | $|1|2|3|4|5|.|6| (|x|²|)| CamelCase|_|9|\n\n|\tnaïve| 中文| 한국어|!!| ",
-    "qwen35": "He|'LL| pay| | $|1|2|3|4|5|.|6| (|x|²|)| CamelCase|_|9|\n\n|\tnaïve| 中文| 한국어|!!| ",
-    "bailingmoe": "He|'LL| pay| | $|1|2|3|4|5|.|6| (|x|²|)| CamelCase|_|9|\n\n|\tnaïve| 中文| 한국어|!!| ",
+    **dict.fromkeys(("llama-bpe", "minicpm5", "jais-2"), THREES),
+    **dict.fromkeys(("qwen2", "laguna", "ufakzeka", "seed-coder", "qwen35", "bailingmoe"), ONES),
     "exaone-moe": "He|'LL| pay| | $|1|2|3|4|5|.|6| (|x|²|)| CamelCase|_|9|\n\n|\tnaïve 中文 한국어|!!| ",
-    "jais-2": "He|'LL| pay| | $|123|45|.|6| (|x|²|)| CamelCase|_|9|\n\n|\tnaïve| 中文| 한국어|!!| ",
     "tekken": "He|'LL| pay| | $|1|2|3|4|5|.|6| (|x|²|)| Camel|Case|_|9|\n\n|\tnaïve| 中文| 한국어|!!| ",
     "gpt-4o": "He'LL| pay| | $|123|45|.|6| (|x|²|)| Camel|Case|_|9|\n\n|\tnaïve| 中文| 한국어|!!| ",
     "granite-embed-multi-97m": "He'LL| pay| | $|123|45|.|6| (|x|²|)| Camel|Case|_|9|\n\n|\tnaïve| 中文| 한국어|!!| ",
