@@ -143,22 +143,28 @@ def test_forms_are_written(template: str) -> None:
     vocabulary = pytest.importorskip("llguidance.hf").from_tokenizer(tokenizer, WIDTH)
     body = {"messages": [{"role": "user", "content": "x"}], "tools": TOOLS}
 
-    def allowed(text: str, **how: Any) -> str:
+    def allowed(text: str, before: str = "", **how: Any) -> str:
         chat = ChatRequest.model_validate({**body, **how})
         source = call_grammar(forms_of(template, "m")[0], chat, {}, [2])
         grammar = Grammar(Form("grammar", source, "tools"), vocabulary)
-        ids = [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
-        return decode(tokenizer, ids[: grammar.allowed([], ids)]) + (
-            "$" if grammar.allowed([], ids) == len(ids) else ""
-        )
+        read, ids = (tokenizer(one, add_special_tokens=False)["input_ids"] for one in (before, text))
+        ids = [*ids, tokenizer.eos_token_id]
+        count = grammar.allowed(read, ids)
+        return decode(tokenizer, ids[:count]) + ("$" if count == len(ids) else "")
 
     written = WRITTEN[template]
     for end in ("", "\n"):
         assert allowed(written + end, tool_choice="required") == f"{written}{end}$"
     wrong = written.replace("2", "x", 1)
     assert allowed(wrong, tool_choice="required") == wrong[: wrong.index("x")] if "x" in wrong else True
-    if forms_of(template, "m")[0].is_held:
+    assert not allowed("x", wrong, tool_choice="required")
+    if forms_of(template, "m")[0].is_held:  # from the opening on, and text around it is free
         assert allowed(f"Well. {written}", tool_choice="auto") == f"Well. {written}$"
+        assert allowed(f"Well. {wrong}", tool_choice="auto") == f"Well. {allowed(wrong, tool_choice='required')}"
+        assert allowed("Hm, <tool and {", tool_choice="auto") == "Hm, <tool and {$"
+    else:
+        chat = ChatRequest.model_validate({**body, "tool_choice": "auto"})
+        assert call_grammar(forms_of(template, "m")[0], chat, {}, []) is None
 
 
 def test_qwens_template_reads_its_calls_back() -> None:

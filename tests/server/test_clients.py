@@ -107,28 +107,18 @@ async def test_a_network_of_one_host_is_one_client() -> None:
 
 
 @pytest.mark.parametrize("heads", [[("x-forwarded-for", user) for user in ("1.2.3.4", "5.6.7.8")], KEY_HEADS])
-def test_clients_read_for_themselves(heads: list[tuple[str, str]], key_file: Path) -> None:
-    """Whether a prompt was read before tells nobody about another's (arXiv 2411.01076 tells what timing gives away)."""
-    model = text_model()  # that has read nothing
-    body = {**SHORT, "prompt": "a long prompt that two users have in common by chance " * 2}
+def test_clients_read_and_remember_for_themselves(heads: list[tuple[str, str]], key_file: Path) -> None:
+    """Whether a prompt was read before, and what was answered, tells nobody about another's; the same client's request
+    is continued and guessed (arXiv 2411.01076 tells what timing gives away).
+    """
+    prompt = "a long prompt that two users have in common by chance " * 2
+    body = {**SHORT, "prompt": prompt, "temperature": 0, "max_tokens": 32, "ignore_eos": True, "return_metrics": True}
     how: dict[str, Any] = {"api_key_file": key_file} if heads == KEY_HEADS else {"trusted_proxies": PROXIES}
-    with asking(app(model, **how)) as c:
+    with asking(app(text_model(memory=True), **how)) as c:  # that has read nothing
         answers = [c.post(PATH, json=body, headers=dict([head])).json() for head in (*heads, heads[0])]
     counts = [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers]
     assert counts[:2] == [0, 0]
     assert counts[2] > 50
-
-
-@pytest.mark.parametrize("heads", [[("x-forwarded-for", user) for user in ("1.2.3.4", "5.6.7.8")], KEY_HEADS])
-def test_clients_remember_for_themselves(heads: list[tuple[str, str]], key_file: Path) -> None:
-    """The same request again is guessed from the answer before; another client's first one is not."""
-    body = {**SHORT, "temperature": 0, "max_tokens": 32, "ignore_eos": True, "return_metrics": True}
-    how: dict[str, Any] = {"api_key_file": key_file} if heads == KEY_HEADS else {"trusted_proxies": PROXIES}
-    with asking(app(text_model(memory=True), **how)) as c:
-        first, again, other = (
-            c.post(PATH, json=body, headers=dict([head])).json() for head in (heads[0], heads[0], heads[1])
-        )
-    assert first["choices"] == again["choices"] == other["choices"]
-    figures = [answer["metrics"]["speculative_decoding"] for answer in (first, again, other)]
-    accepted = [one["num_accepted_draft_tokens"] for one in figures]
-    assert accepted[0] == accepted[2] < accepted[1]
+    assert answers[0]["choices"] == answers[1]["choices"] == answers[2]["choices"]
+    accepted = [answer["metrics"]["speculative_decoding"]["num_accepted_draft_tokens"] for answer in answers]
+    assert accepted[0] == accepted[1] < accepted[2]

@@ -9,15 +9,13 @@ from transformers import AddedToken
 
 from specdec import SpecGenerator
 from specdec.batch.openai_files import OpenAITask
-from specdec.decoding.processors.grammar import Grammar
-from specdec.options.generate import Form
 from specdec.server.answers import Answer
 from specdec.server.calls import whole_calls
 from specdec.server.errors import ApiError
 from specdec.server.messages import Tool
 from specdec.server.protocol import ChatRequest
 from specdec.server.text import Started, TextDelta, TextModel
-from specdec.server.tools import call_grammar, forms_of
+from specdec.server.tools import forms_of
 from tests.folders import WIDTH, byte_tokenizer
 from tests.server.served import app, asking, client
 from tests.tiny import tiny
@@ -165,28 +163,6 @@ def test_calls_in_batch_files() -> None:
     [choice] = task.answer({"url": CHATS, "body": body}, 3)[0]["response"]["body"]["choices"]
     assert choice["finish_reason"] == "tool_calls"
     assert all(map(fits, choice["message"]["tool_calls"]))
-
-
-@pytest.mark.parametrize("mark", [HERMES, MISTRAL])
-def test_free_text_with_calls(mark: str) -> None:
-    """From the opening on, a call keeps to the schema, also where the opening is text; text around it is free."""
-    chat = ChatRequest.model_validate({"messages": [USER], "tools": [WEATHER, TIME]})
-    source = call_grammar(forms_of(template(mark), "m")[0], chat, {"<s>": 1, "</s>": 2}, [2])
-    tokenizer = byte_tokenizer()
-    vocabulary = pytest.importorskip("llguidance.hf").from_tokenizer(tokenizer, WIDTH)
-    grammar = Grammar(Form("grammar", source, "tools"), vocabulary)
-
-    def allowed(text: str, before: str = "") -> str:
-        written, ids = (tokenizer(one, add_special_tokens=False)["input_ids"] for one in (before, text))
-        return text[: grammar.allowed(written, ids)]
-
-    good = CALLS[mark].replace('{"a": "}\\"{"}', '{"city": "Rome", "days": 5}')
-    assert allowed(good) == good
-    assert allowed("Hm, <tool and {") == "Hm, <tool and {"
-    assert good.startswith(wrong := allowed(good.replace("Rome", "Oslo")))
-    assert wrong.endswith('"city": "')
-    assert not allowed("Rome", good.partition("Rome")[0] + "Oslo")
-    assert call_grammar(forms_of(template(LLAMA), "m")[0], chat, {}, []) is None
 
 
 async def test_a_conversation_with_tools() -> None:
