@@ -1,8 +1,11 @@
 """On how many threads an engine computes beside other programs."""
 
 import logging
+import os
+from hashlib import sha256
+from threading import Barrier, Thread
+from time import thread_time
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -71,7 +74,25 @@ def test_what_a_system_does_not_say(machine: Machine, monkeypatch: pytest.Monkey
     assert {*machine.run(Threads(), 5)} == {4}
 
 
-def test_threads_have_waited() -> None:
-    """The sum only grows."""
-    before: Any = waited_seconds()
-    assert 0 <= before <= waited_seconds()
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="threads cannot be bound to a core")
+def test_threads_that_share_a_core_wait() -> None:
+    """Two threads that compute for 0.2 seconds each on one core wait for each other."""
+    cores, began, done = os.sched_getaffinity(0), waited_seconds(), Barrier(3)
+
+    def compute() -> None:
+        os.sched_setaffinity(0, {min(cores)})  # of this thread alone
+        end = thread_time() + 0.2
+        while thread_time() < end:
+            sha256(bytes(2**20))  # lets other threads run
+        done.wait()
+        done.wait()  # it is counted while it lives
+
+    threads = [Thread(target=compute) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    done.wait()
+    waited = waited_seconds() - began
+    done.wait()
+    for thread in threads:
+        thread.join()
+    assert waited > 0.1
