@@ -15,6 +15,7 @@ import os
 import tempfile
 from collections.abc import Hashable
 from contextlib import suppress
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,6 +37,7 @@ from specdec.proposers.hybrid import HybridDraft, Odds
 
 _MOST = 256  # files; the files that were not written for the longest time go first
 _WEIGHT = 1.5  # an earlier program's seconds count as if measured twice: the machine may have been busy then
+_LEVELS = 8  # what is known of other texts' guesses weighs as much as so many of a new text
 LastPacings = dict[Hashable, tuple[Path | None, Pacing]]
 """The last pacing of each kind of call, and the file for what it learns."""
 
@@ -97,8 +99,9 @@ def read_costs(path: Path | None, odds: Odds | None) -> Cost | None:
     """A schedule with the estimates in `path`, None without a sound file; new `odds` take the values of the pair's."""
     if path is None:
         return None
-    if odds == Odds():
-        vars(odds).update(vars(_read(_odds_file(path), Odds) or odds))
+    if odds == Odds() and (earlier := _read(_odds_file(path), Odds)) is not None:
+        # Where a poor draft or a busy machine kept the model from reading, nothing would correct it.
+        vars(odds).update(vars(replace(earlier, acceptance=earlier.acceptance.faded(_LEVELS), reading=None)))
     learned = _read(path, Learned)
     if learned is None:
         return None

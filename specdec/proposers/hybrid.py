@@ -99,12 +99,15 @@ class HybridProposer(WrappedProposer):
         self._learn(seqs)
         self._copies, self._chosen = {}, {}
         for seq, budget in zip(seqs, budgets, strict=True):
-            costs = self._costs(seq, budget)
+            pass_cost, node_cost = costs = self._costs(seq, budget, len(seqs))
             tree = cut(*self._text.guess(seq, budget.limit), seq, adapt_budget(budget, None, costs), self._source)
             self._copies[seq.id] = tree
-            if self._prefers_model(seq, budget, tree, *costs):
-                guessing = adapt_budget(budget, self._odds.acceptance, costs)
-                self._chosen[seq.id] = replace(guessing, match=self._handover(costs[0]))
+            if seq.tree.tokens and path_limit(seq, budget):
+                # A search only advances if all its branches were guessed, which a text draft hardly ever does.
+                self._chosen[seq.id] = budget
+            elif self._prefers_model(seq, budget, tree, *costs):
+                guessing = adapt_budget(budget, self._odds.acceptance, (pass_cost * len(seqs), node_cost))
+                self._chosen[seq.id] = replace(guessing, match=self._handover(pass_cost))
         chosen = [seq for seq in seqs if seq.id in self._chosen]
         return self._inner.begin_round(chosen, [*self._chosen.values()]) if chosen else ()
 
@@ -117,7 +120,8 @@ class HybridProposer(WrappedProposer):
             self._extended(seq, budget, drafted[seq.id]) if seq.id in drafted else self._copies[seq.id]
             for seq, budget in zip(seqs, budgets, strict=True)
         ]
-        self._last |= {seq.id: (len(seq.tokens), drafted.get(seq.id), self._copies[seq.id]) for seq in seqs}
+        texts = [seq for seq in seqs if not seq.tree.tokens]  # a search's branches are no texts yet
+        self._last |= {seq.id: (len(seq.tokens), drafted.get(seq.id), self._copies[seq.id]) for seq in texts}
         self._copies, self._ended = {}, perf_counter()
         return trees
 
@@ -161,18 +165,20 @@ class HybridProposer(WrappedProposer):
         for seq_id in seq_ids:
             self._last.pop(seq_id, None)
             self._copied.pop(seq_id, None)
+        if not self._copied:
+            self._ended = None  # until the next call, no time is a gap
         self._text.drop(seq_ids)
         super().drop(seq_ids)
 
     def share(self, target: Session) -> None:
         self._inner.share(target)
 
-    def _costs(self, seq: SequenceView, budget: Budget) -> tuple[float, float]:
-        """What the model's pass and a node cost at this place of the text, as `pass_cost` and `node_cost` of a budget.
+    def _costs(self, seq: SequenceView, budget: Budget, count: int) -> tuple[float, float]:
+        """What a pass of the model and a node cost one of `count` sequences at this place of its text, in tokens.
 
         Where no copies are right, decoding is as fast as the model makes it, however fast it is elsewhere.
         """
-        share, node = max(self._odds.share, budget.pass_cost / budget.pace), budget.node_cost / budget.pace
+        share, node = max(self._odds.share, budget.pass_cost / count / budget.pace), budget.node_cost / budget.pace
         alone, copied = _pace(self._odds.acceptance.mean, share + node, budget.limit), self._copied.get(seq.id, 0.0)
         pace = 1 / ((1 - copied) / alone + copied / max(budget.pace, alone))
         return pace * share, pace * node
@@ -185,9 +191,6 @@ class HybridProposer(WrappedProposer):
         limit = path_limit(seq, budget)
         if not limit:
             return False
-        # A search only advances if all its branches were guessed, which a text draft hardly ever does.
-        if seq.tree.tokens:
-            return True
         unread, chances = self._inner.unread(seq), accumulate([self._odds.acceptance.mean] * limit, mul)
         gain = max(accumulate(chance - pass_cost - node_cost for chance in chances))
         copies = sum(chance - node_cost for chance in accumulate(tree.confidence or [], mul))

@@ -14,7 +14,7 @@ import transformers
 
 from specdec import SpecGenerator
 from specdec.core.draft_schedules.cost import Cost
-from specdec.core.draft_schedules.estimates import LinearFit
+from specdec.core.draft_schedules.estimates import Acceptance, LinearFit
 from specdec.core.drafts import Draft
 from specdec.errors import EngineError
 from specdec.generator import cost_files
@@ -234,6 +234,19 @@ def test_kinds_of_call_share_the_odds(folder: Path, folders: tuple[str, str]) ->
     with generator(folders) as third:
         learned(third)
         assert third.draft.odds.acceptance == odds.acceptance  # type: ignore[union-attr]
+
+
+def test_a_poor_draft_is_tried_again_in_the_next_program(folder: Path, folders: tuple[str, str]) -> None:
+    """What 200 guesses of other texts, and reading in a busy hour, had taught kept the model from reading for ever."""
+    with generator(folders) as first:
+        first.generate(PROMPT, **CALL)
+        first.draft.odds.acceptance = Acceptance().after([(0.8, False)] * 200, 200)  # type: ignore[union-attr]
+        first.draft.odds.reading = 60.0  # type: ignore[union-attr]
+    with generator(folders) as second:
+        learned(second)
+        odds = second.draft.odds  # type: ignore[union-attr]
+        assert odds.reading is None
+        assert 0.1 < odds.acceptance.mean < odds.acceptance.hoped - 0.1
 
 
 def test_what_cannot_be_written_leaves_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

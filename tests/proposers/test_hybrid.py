@@ -298,3 +298,40 @@ def test_a_model_reads_for_several_sequences(clock: Clock) -> None:
     )
     draft.odds.gap = 1.0
     assert len(draft.start(50).begin_round(seqs, [Acceptance().budget(32, 6 * 0.3, 0.1)] * 6)) == 6
+
+
+def test_a_batch_shares_the_cost_of_a_pass(clock: Clock) -> None:
+    """One pass guesses for all. (Its cost counted in full for each, so that copies of one token beat a model that was
+    right in 8 of 10.)
+    """
+    draft, text = HybridDraft(SuffixDraft(), ModelDraft(SlowModel(clock))), [1, 2, 3, 1]
+    draft.odds.acceptance, draft.odds.gap = Acceptance().after([(0.8, True)] * 16 + [(0.8, False)] * 4, 20), 1.0
+    draft.odds.passes = LinearFit().add(1, 0.1)
+    seqs = [FakeSequence([*text], n, remaining=60) for n in range(8)]
+    assert len(draft.start(50).begin_round(seqs, [Acceptance().budget(32, 8 * 0.1, 0.05)] * 8)) == 8
+
+
+def test_a_search_teaches_nothing(clock: Clock) -> None:
+    """Its proposals begin at branches, which were compared with the tokens that all branches share: a draft that was
+    always right seemed always wrong, to later calls too.
+    """
+    draft = HybridDraft(SuffixDraft(), ModelDraft(SlowModel(clock)))
+    session, seq = draft.start(50), FakeSequence([1, 2, 3], tree=Tree([4, 5], [-1, -1]), leaves=(0, 1))
+    before = draft.odds.acceptance, draft.odds.new
+    for token in (6, 7, 8):
+        session.propose([seq], [FakeBudget(2)])
+        seq.tokens.append(token)
+        clock.now += 1.0
+    session.propose([seq], [FakeBudget(2)])
+    assert (draft.odds.acceptance, draft.odds.new) == before
+
+
+def test_time_without_sequences_is_no_gap(clock: Clock) -> None:
+    """An hour after a first call of one round was taken for a pass of the target."""
+    draft = HybridDraft(SuffixDraft(), ModelDraft(SlowModel(clock)))
+    session = draft.start(50)
+    session.propose([FakeSequence([1, 2, 3])], [FakeBudget(2)])
+    session.drop([0])
+    clock.now += 3600
+    session.propose([FakeSequence([1, 2, 3], 1)], [FakeBudget(2)])
+    assert draft.odds.gap is None

@@ -13,6 +13,7 @@ from specdec.core.budget import Budget
 
 _EDGES = (0.0001, 0.001, 0.003, 0.01, 0.02, 0.04, 0.08, 0.15, 0.25, 0.4, 0.55, 0.7, 0.85, 0.95)
 BINS = len(_EDGES) + 1
+_MEMORY = 200  # levels, the last ones, that count
 _TRIALS = 4  # guesses of about one confidence that tell little yet
 _LEAST = 0.001  # the least cost of a node, as a share of a pass
 _IDLE = 0.99  # the weight of passes after each round without them
@@ -41,7 +42,7 @@ class Acceptance:
     @property
     def hoped(self) -> float:
         """The mean and one standard error more: what may be hoped for after so few levels."""
-        return min(self.mean + sqrt(self.mean * (1 - self.mean) / (self.levels + 2)), 0.99)
+        return min(self.mean + sqrt(self.mean * (1 - self.mean) / (self.levels + 2)), 1.0)
 
     @cached_property
     def later(self) -> float:
@@ -89,7 +90,7 @@ class Acceptance:
         return adapt_budget(budget, self)
 
     def after(self, tested: Sequence[tuple[float, bool]], levels: float) -> Acceptance:
-        """With these (confidence, accepted) guesses of a proposal on `levels` levels; the memory is about 200 long."""
+        """With these (confidence, accepted) guesses of a proposal on `levels` levels."""
         if not levels:
             return self
         bins = list(self.bins)
@@ -97,12 +98,21 @@ class Acceptance:
             count, accepted, believed = bins[b := bisect_right(_EDGES, confidence)]
             bins[b] = count + 1, accepted + came_true, believed + confidence
         hits = [came_true for _, came_true in tested]
-        fade = min(1.0, 200 / (self.levels + levels))
         return Acceptance(
-            tuple((count * fade, accepted * fade, believed * fade) for count, accepted, believed in bins),
-            fade * (self.levels + levels),
-            fade * (self.later_accepted + sum(hits) - any(hits)),
-            fade * (self.later_levels + levels - 1),
+            tuple(bins),
+            self.levels + levels,
+            self.later_accepted + sum(hits) - any(hits),
+            self.later_levels + levels - 1,
+        ).faded(_MEMORY)
+
+    def faded(self, most: float) -> Acceptance:
+        """The same with the weight of at most so many levels."""
+        fade = most / self.levels if self.levels > most else 1.0
+        return Acceptance(
+            tuple((count * fade, accepted * fade, believed * fade) for count, accepted, believed in self.bins),
+            fade * self.levels,
+            fade * self.later_accepted,
+            fade * self.later_levels,
         )
 
 
@@ -125,8 +135,8 @@ class LinearFit(NamedTuple):
     def add(self, nodes: float, seconds: float) -> LinearFit:
         """With one more pass; each older one loses 5% of its weight.
 
-        A stall (another program, say) must not count in full: seconds are cut to three times a mean
-        pass's, more in proportion for more nodes. A pass of less than a third of the mean time, less in proportion for
+        A stall (another program, say) must not count in full: seconds are cut to three times a mean pass's, more in
+        proportion for more nodes. A pass of less than a third of the mean time, less in proportion for
         fewer nodes, shows that the earlier ones were stalls: it takes their place, and counts as two passes.
         """
         usual = self.seconds / self.weight if self.weight else seconds
