@@ -116,7 +116,8 @@ class Trial:
         """Why the draft does not pay: how often it is right, and what guessing and checking cost."""
         stats = total([answer.stats for answer in self.answers.values()])
         if not stats.num_draft_tokens:
-            copies = self.draft != AUTO and read_draft(self.draft).model is None
+            name = read_draft(self.draft)
+            copies = name.copies and name.model is name.argument is None
             return "it guessed nothing, as these texts repeat nothing" if copies else "it guessed nothing in that time"
         a_pass = _pass_seconds(self.plain)
         guess, wide = stats.draft_seconds / stats.num_draft_tokens / a_pass, _pass_seconds(self.answers) / a_pass
@@ -346,7 +347,7 @@ class Tuner:
                 kind, call = prompts_for(candidates[NONE].generator, self.prompts)[0]
                 generator.generate(**call, do_sample=False, max_new_tokens=_WARM, max_time=left / 8)
                 if first and model is None:
-                    self._few = max(self._answer(candidate, 0, (kind, call), _FEW, left / 4), 1e-9)
+                    self._few = max(self._few, self._answer(candidate, 0, (kind, call), _FEW, left / 4))
         yield from (Skipped(mode, why, failed=True) for why in dict.fromkeys(errors))
 
     def _trials(self, mode: Mode, candidates: Mapping[str, _Candidate], more: int) -> Iterator[Trial | Skipped]:
