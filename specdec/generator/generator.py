@@ -95,12 +95,11 @@ class SpecGenerator:
             wish.check(None)
         reader = check_split_rule(target, how) if tokenizer is None else None
         is_name = isinstance(target, str | PathLike)
-        model = target if is_name else load_model(target, how, name="target")
+        model = None if is_name else load_model(target, how, name="target")
         unloaded, draft = draft, loaded(draft, how.of_draft(draft_options))
         if draft_options and draft is unloaded:
             raise OptionError("`draft_options` load a draft model, and `draft` names none: leave them out")
-        passes = Loading(backend=how.backend, exactness=how.exactness)  # some weights leave no choice of a backend
-        self.target = load_model(load_model(model, how, name="target"), passes, name="target")
+        self.target = load_model(target, how, name="target") if model is None else model
         if tokenizer is None and is_name:  # after the model, whose error gives the reason
             tokenizer = tokenizer_beside(str(target), reads_media=self.target.reads_media, reader=reader, **how.beside)
         self.tokenizer, self.processor = split_processor(tokenizer)

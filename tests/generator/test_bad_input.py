@@ -241,8 +241,11 @@ def test_inherited_settings_are_no_mistake() -> None:
 
 def test_a_backend_that_weights_do_not_have(tmp_path: Path) -> None:
     """Weights in 4 bits are packed. (The one constructor took the other backend, and packed them all the same.)"""
-    with pytest.raises(OptionError, match="`backend`='eager' does not reach a `target`"):
-        SpecGenerator(saved_model(tmp_path), quantization="int4-weight", backend="eager")
+    how = {"quantization": "int4-weight", "backend": "eager"}
+    with pytest.raises(OptionError, match=r"`backend`='eager' .* whose weights are packed"):
+        SpecGenerator(saved_model(tmp_path), **how)
+    with pytest.raises(OptionError, match="`backend`='eager' does not reach"):
+        SpecGenerator(tiny("llama"), saved_model(tmp_path), draft_options=how)
 
 
 @pytest.mark.parametrize(

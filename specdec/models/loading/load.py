@@ -156,6 +156,11 @@ def _from_checkpoint(source: str, folder: str, how: Loading, name: str) -> Langu
         model = weights and weights.read(_read)
         model = model or _read_fast(folder, how, is_whole)
     language = LanguageModel(model, backend=how.backend, exactness=how.exactness, owned=True)
+    if how.backend not in (AUTO, language.backend):
+        raise OptionError(
+            f"`backend`={how.backend!r} does not reach {source}, whose weights are {language.backend}: leave it out, "
+            "or load other weights"
+        )
     kernels.give_back()
     language.loading_seconds = perf_counter() - began
     if weights and (writing := weights.writing(model)):
