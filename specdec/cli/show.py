@@ -12,7 +12,7 @@ from rich.segment import Segment, Segments
 from rich.style import Style
 
 from specdec.cli.request import CommandRequest
-from specdec.cli.terminal import BROKEN_PIPE, abandon_stdout, notes_after, say
+from specdec.cli.terminal import BROKEN_PIPE, abandon_stdout, in_flags, notes_after, say
 from specdec.options.versions import versions
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def write_json(result: Mapping[str, Any]) -> None:
 
 def show_stats(stats: Stats) -> None:
     """Prints the table of --stats on stderr, and a warning where other programs use the cores."""
-    say(str(stats))
+    say(in_flags(str(stats)))
     warn_if_busy()
 
 

@@ -30,7 +30,18 @@ from specdec.cli.request import (
     refuse_idle,
 )
 from specdec.cli.show import print_text, show_stats
-from specdec.cli.terminal import FAILED, OK, Bar, Interrupt, is_quiet, libraries_silenced, loading, remark, say
+from specdec.cli.terminal import (
+    FAILED,
+    OK,
+    Bar,
+    Interrupt,
+    in_flags,
+    is_quiet,
+    libraries_silenced,
+    loading,
+    remark,
+    say,
+)
 from specdec.errors import OptionError, SpecdecError
 from specdec.options import bundled_models
 from specdec.options.bundled_models import locate
@@ -206,7 +217,7 @@ def tell(heard: Sequence[Transcription], params: Mapping[str, Any]) -> None:
     length = f", mean acceptance length {stats.mean_acceptance_length:.2f}" if stats.num_spec_steps else ""
     rate = f"{duration / seconds:.1f} times real time" if duration else "no sound"
     rate += "" if any(out["text"].strip() for out in heard) else ", no speech"
-    advice = f"; {stats.draft_advice}" if stats.draft_advice else ""
+    advice = f"; {in_flags(stats.draft_advice)}" if stats.draft_advice else ""
     remark(f"{duration:.1f} s of sound in {seconds:.1f} s ({rate}){length}{advice}")
 
 

@@ -10,6 +10,7 @@ distribution, `q` the draft's.
 | `sequence.py` | what the engine runs: a text, or a search over branches of one prompt |
 | `outcome.py` | what a round brings one sequence, and the results of rounds |
 | `strategies.py` | the interface of a strategy, and what it gets of the target's output |
+| `budget.py` | how much a draft may guess in a round, and what its guesses cost |
 | `drafts.py` | the interface of a draft, its instructions and its messages |
 | `draft_schedules/` | how much to draft next |
 | `stats.py` | a call's statistics |

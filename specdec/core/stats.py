@@ -96,7 +96,7 @@ class Stats:
         is_sure &= "interrupted" not in self.finish_reasons
         if self.settings.get("draft_kind") == "form" or lost <= _LOSS * self.seconds or not is_sure:
             return ""
-        return f"the draft took {lost:.2f} s more than it saved: --draft none leaves it out"
+        return f"the draft took {lost:.2f} s more than it saved: `draft='none'` leaves it out"
 
     @property
     def tokens_per_second(self) -> float:

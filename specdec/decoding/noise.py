@@ -23,7 +23,8 @@ from specdec import kernels
 from specdec.errors import OptionError, SpecdecError
 
 COUPLED, ACCEPT, _RETIRED, DRAW, DRAFT, BEAMS = range(6)
-"""Streams: draws for different purposes never share an address."""
+"""Streams: draws for different purposes never share an address; nothing draws from the retired one any more, whose
+number stays taken so that seeds keep their texts."""
 
 _MASK64 = (1 << 64) - 1
 _MASK32 = (1 << 32) - 1

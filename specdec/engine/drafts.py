@@ -266,7 +266,10 @@ def _allowed(seq: RunningSequence, tree: Tree) -> Tree:
     stem = tree.stem
     if not seq.task.allowed or not stem or tree.q is not None or seq.tree.tokens:
         return tree
-    count = min(allowed(seq.tokens, tree.tokens[:stem]) for allowed in seq.task.allowed)
+    counts = [allowed(seq.tokens, tree.tokens[:stem]) for allowed in seq.task.allowed]
+    if wrong := [count for count in counts if not is_whole(count)]:
+        raise DraftError(f"`allowed` of a processor must return how many tokens may follow, got {wrong[0]!r}")
+    count = max(min(*counts, stem), 0)
     nodes = [node for node, parent in enumerate(tree.parents) if (node if node < stem else parent) < count]
     sure = tree.confidence and [tree.confidence[node] for node in nodes]
     tokens, parents = [tree.tokens[node] for node in nodes], [tree.parents[node] for node in nodes]

@@ -75,7 +75,9 @@ def check_call(
     if streamer is not None and rows > 1:
         raise OptionError(f"`streamer` shows one row, and this call has {rows}: use gen.stream()")
     if options.output_attentions:
-        target.check_attentions(drafted=drafted, branched=options.num_beams > 1 or bool(options.penalty_alpha))
+        trees = drafted and (options.num_assistant_branches or 1) > 1
+        branched = options.num_beams > 1 or bool(options.penalty_alpha) or trees
+        target.check_attentions(drafted=drafted, branched=branched)
     limit = length_limit(options, prompts, target)
     if options.min_length or options.min_new_tokens:
         _check_least(options, limit, prompts, target)

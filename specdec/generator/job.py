@@ -110,11 +110,13 @@ class Job:
         if not self._turn.acquire(blocking=False):
             raise EngineError("this job is being followed: read its deltas there, or submit another")
         call, streamer = self.call, self.call.extras.streamer
-        self._began, self._stream = clock(), stream and not call.options.at_the_end
+        self._stream = stream and not call.options.at_the_end
+        if self._seconds is None:  # else it has ended, and raises its error again
+            self._began = clock()
         try:
             if call.time_limit is not None:
                 call.time_limit.initial_timestamp = time()
-            if streamer is not None:
+            if streamer is not None and self._seconds is None:
                 streamer.put(call.prompts.padded)
             self._driver.start(self._request, notify, stream=self._stream or streamer is not None, pulls=pulls)
         except BaseException:
@@ -157,7 +159,8 @@ class Job:
 
     def _end(self) -> float:
         """Lets another thread follow; returns the seconds that the call ran."""
-        self._seconds = clock() - self._began
+        if self._seconds is None:
+            self._seconds = clock() - self._began
         self._turn.release()
         return self._seconds
 

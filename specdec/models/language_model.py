@@ -69,9 +69,10 @@ class LanguageModel:
 
     `exactness`="strict" promises that a token's logits depend, bit for bit, on its text alone: not on other tokens of a
     pass, other rows, or branches.
-    `reads_media`: it reads pictures or recordings in its text. Raises
-    OptionError for a model in training mode and unknown backends, UnsupportedError for one without a language head or
-    that continues text at a mask token, and for an impossible backend or exactness.
+    `reads_media`: it reads pictures or recordings in its text.
+
+    Raises OptionError for a model in training mode and unknown backends, UnsupportedError for one without a language
+    head or that continues text at a mask token, and for an impossible backend or exactness.
     """
 
     loading_seconds = 0.0
@@ -418,7 +419,7 @@ class LanguageModel:
         return next((argument for argument in (name, self.prefix + name) if argument in self.input_names), None)
 
     def _make_ragged(self) -> RaggedForward | None:
-        """Ragged passes, for backends above "eager" where the model allows them; of an owned model, recorded by now.
+        """Ragged passes, for packed models that allow them. Passes of an owned model are recorded here.
 
         Otherwise the first pass would take several times as long as any other, also in the eyes of a draft schedule.
         """

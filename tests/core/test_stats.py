@@ -22,7 +22,7 @@ def test_print_shows_the_table() -> None:
 
 def test_a_draft_that_does_not_pay_is_named() -> None:
     """A draft that lost a fifth of the time did so without a word; later four slow passes of the target spoke."""
-    advice = "took 0.40 s more than it saved: --draft none leaves it out"
+    advice = "took 0.40 s more than it saved: `draft='none'` leaves it out"
     assert advice in str(Stats(num_spec_steps=20, seconds=2.0, saved_seconds=-0.4))
     assert advice in str(Stats(num_spec_steps=4, seconds=2.0, draft_seconds=0.3, saved_seconds=-0.4))
     assert "leave it out" not in str(Stats(num_spec_steps=4, seconds=2.0, draft_seconds=0.01, saved_seconds=-0.4))

@@ -141,7 +141,7 @@ def test_what_a_draft_cost_is_told() -> None:
     draft.asleep = True
     slow = SpecGenerator(model, draft, schedule="cost").generate(IDS, **RUN).stats
     assert slow.saved_seconds < -0.05
-    assert "--draft none" in slow.draft_advice
+    assert "`draft='none'`" in slow.draft_advice
     unmeasured = SpecGenerator(model, draft, schedule="heuristic").generate(IDS, **RUN).stats
     assert unmeasured.saved_seconds == 0
 

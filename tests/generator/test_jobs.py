@@ -10,6 +10,7 @@ import torch
 
 from specdec import CancelledError, EngineError, OptionError, SpecGenerator
 from specdec.decoding.processors.builtin import OutputPenalty
+from specdec.errors import DraftError
 from specdec.models.backends.kv_session import KvSession
 from tests.engine.test_threads import PATIENCE, Jammed, is_clean
 from tests.folders import WIDTH, byte_tokenizer
@@ -79,9 +80,11 @@ def test_what_a_job_gives_back_otherwise() -> None:
     begun = [*next(follow)[0].token_ids, *next(follow)[0].token_ids]
     follow.close()
     assert closed.result.new_tokens() == [begun]
+    seconds = closed.result.stats.seconds
     with pytest.raises(CancelledError, match="left before its end"):
         closed.run()  # it ended with what it had, as if that were all
     assert closed.result.stats.finish_reasons == ("cancelled",)
+    assert closed.result.stats.seconds == seconds  # (those of the second try were told)
     early = generator.submit([[5, 9]], **COMMON)
     early.cancel()
     with pytest.raises(CancelledError):
@@ -225,6 +228,24 @@ class Free(Even):
 
     def allowed(self, text: Sequence[int], tokens: Sequence[int]) -> int:
         return len(tokens)
+
+
+@pytest.mark.parametrize("count", [10**9, -3])
+def test_more_tokens_than_were_asked_about_may_follow(count: int) -> None:
+    """A count beyond the guesses became a billion drafted tokens, one below 0 a tree without a chain."""
+    free = Free()
+    free.allowed = lambda text, tokens: count  # type: ignore[method-assign, assignment]
+    out = SpecGenerator(tiny("llama"), lambda tokens, k: [4, 6, 7][:k]).generate(
+        [[5, 9]], logits_processor=[free], **COMMON
+    )
+    assert out.stats.num_draft_tokens <= 3 * out.stats.num_spec_steps
+
+
+def test_what_is_no_count_of_tokens_is_told() -> None:
+    free = Free()
+    free.allowed = lambda text, tokens: None  # type: ignore[method-assign, assignment, return-value]
+    with pytest.raises(DraftError, match="`allowed` of a processor must return how many tokens may follow"):
+        SpecGenerator(tiny("llama"), lambda tokens, k: [4][:k]).generate([[5, 9]], logits_processor=[free], **COMMON)
 
 
 @pytest.mark.parametrize("draft", [lambda tokens, k: [4, 6, 7, 8][:k], "suffix", "early_exit:1"])

@@ -113,6 +113,15 @@ def test_attentions_that_cannot_be_had(name: str, attention: str | None, reason:
             generator.generate([[5, 9, 12]], **COMMON, output_attentions=True, output_hidden_states=hidden)
 
 
+def test_attentions_of_trees_that_a_model_cannot_read() -> None:
+    """The error of a beam search came after passes where a draft's trees branch."""
+    model = tiny("gpt_neo", attn_implementation="eager")
+    generator = SpecGenerator(model, tiny("gpt_neo", seed=1))
+    model.register_forward_pre_hook(never)
+    with pytest.raises(UnsupportedError, match="output_attentions"):
+        generator.generate([[5, 9, 12]], **COMMON, output_attentions=True, num_assistant_branches=2)
+
+
 def test_attentions_of_a_model_whose_parts_differ() -> None:
     """transformers 5.17 sets the implementation of the whole model alone: its decoder has no attentions to show."""
     model = tiny("t5", attn_implementation="eager")
