@@ -32,7 +32,7 @@ _TOKENS = 96  # the most tokens of an answer
 _FEW = 8  # tokens that say how fast an answer is
 _LEAST = 4  # tokens after the first, without which an answer that time ended says nothing
 _WARM = 16  # tokens in which a draft makes its first passes, which are slow
-_WORTH = 3  # times as long as a few words take an answer that says more than another prompt
+_WORTH = 3  # an answer so many times as long as one of a few words is worth more than another prompt's
 _LAPS = 3  # over all prompts, at most
 _FINALISTS = 2  # drafts that are tried in further modes
 _LARGE = 2**27  # bytes of weights: rounding smaller models gains little and hurts them more
@@ -130,7 +130,7 @@ class Trial:
 class Skipped:
     """What was not measured in a mode, and why; `failed`: its models cannot be loaded, or do not run.
 
-    `draft`: the draft that was not measured, None for all. `seconds`: what it lacked.
+    `draft`: the draft that was not measured, None for all. `seconds`: how many more would have sufficed.
     """
 
     mode: Mode
@@ -242,6 +242,7 @@ class Tuner:
     _models: dict[str | None, dict[str, Any]] = field(default_factory=dict)
     _loading: float = 0.0  # seconds that the next model may take to load
     _few: float = 0.0  # seconds of an answer in a few words
+    _calls: list[tuple[str, dict[str, Any]]] = field(default_factory=list)  # the kinds of prompts, and arguments
 
     def __post_init__(self) -> None:
         self._began = self.clock()
@@ -267,6 +268,7 @@ class Tuner:
             if number == 1:
                 modes += [] if is_gguf(Path(self.target)) else further_modes(systems.plain.target, mode)
                 self._bytes = int(1.5 * systems.plain.target.weight_bytes)
+                self._calls = prompts_for(systems.plain, self.prompts)
             yield from self._measure(systems, mode, first=number == 1, more=len(modes) - number)
             del systems
             gc.collect()
@@ -344,16 +346,15 @@ class Tuner:
             models.add(model)
             if (left := self._left()) > 0:
                 self._say(f"{mode.label}, draft {draft}, first passes")
-                kind, call = prompts_for(candidates[NONE].generator, self.prompts)[0]
-                generator.generate(**call, do_sample=False, max_new_tokens=_WARM, max_time=left / 8)
+                generator.generate(**self._calls[0][1], do_sample=False, max_new_tokens=_WARM, max_time=left / 8)
                 if first and model is None:
-                    self._few = max(self._few, self._answer(candidate, 0, (kind, call), _FEW, left / 4))
+                    self._few = max(self._few, self._answer(candidate, 0, _FEW, left / 4))
         yield from (Skipped(mode, why, failed=True) for why in dict.fromkeys(errors))
 
     def _trials(self, mode: Mode, candidates: Mapping[str, _Candidate], more: int) -> Iterator[Trial | Skipped]:
         """As many prompts as fit, and then again: of several answers to one, the fastest counts."""
         plain = candidates[NONE]
-        calls, end = prompts_for(plain.generator, self.prompts), self.clock() + self._share(more)
+        calls, end = self._calls, self.clock() + self._share(more)
         for lap in range(_LAPS * len(calls)):
             number, seconds = lap % len(calls), end - self.clock()
             if lap and seconds < self._lap:
@@ -365,7 +366,7 @@ class Tuner:
                 self._say(f"{mode.label}, draft {draft}, prompt {number + 1} of {len(calls)}")
                 self.watch.look()
                 most = min(max((end - self.clock()) / (laps * len(candidates) - place), self._few), left)
-                self._answer(candidates[draft], number, calls[number], _TOKENS, most, again=lap >= len(calls))
+                self._answer(candidates[draft], number, _TOKENS, most, again=lap >= len(calls))
         prompts = set(plain.answers).intersection(*(one.answers for one in candidates.values() if one.answers))
         times = dict[str, float]()
         for draft, candidate in candidates.items():
@@ -379,7 +380,7 @@ class Tuner:
         self.drafts = [draft for draft in candidates if draft in (NONE, *fastest)]
 
     def _share(self, more: int) -> float:
-        """Seconds for the answers of this mode: of further ones, as many are left time for as leave a lap each."""
+        """Seconds for the answers of this mode, which leave loading and a lap to as many further modes as possible."""
         drafts = len(self.drafts)
         for count in range(more, -1, -1):
             later = count * min(drafts, 1 + _FINALISTS)
@@ -388,21 +389,12 @@ class Tuner:
                 break
         return seconds
 
-    def _answer(
-        self,
-        candidate: _Candidate,
-        number: int,
-        call: tuple[str, Mapping[str, Any]],
-        most: int,
-        seconds: float,
-        *,
-        again: bool = False,
-    ) -> float:
+    def _answer(self, candidate: _Candidate, number: int, most: int, seconds: float, *, again: bool = False) -> float:
         """Adds an answer to prompt `number`, if enough of it came in time; returns its seconds.
 
         One that comes `again` takes the place of a slower one alone.
         """
-        kind, arguments = call
+        kind, arguments = self._calls[number]
         limits = {"max_new_tokens": most, "max_time": seconds}
         out, measured = measure(candidate.generator, {**arguments, **PRESETS["greedy"], **limits})
         assert out.stats is not None
