@@ -36,14 +36,27 @@ def provenance() -> dict[str, Any]:
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "system": platform.platform(),
-        "load": round(os.getloadavg()[0], 2),
+        "load": round(load_now(), 2),
         "versions": versions(),
         "commit": commit(),
     }
 
 
+def load_now() -> float:
+    """How many threads of other programs run or wait for a core, on average over a tenth of a second.
+
+    Where the system does not say, it is the load average of the last minute, in which this program may have a part.
+    """
+    counts = list[int]()
+    with suppress(OSError, ValueError, IndexError):
+        for _ in range(10):
+            counts.append(int(Path("/proc/loadavg").read_text("utf-8").split()[3].partition("/")[0]) - 1)
+            time.sleep(0.01)
+    return max(statistics.mean(counts), 0.0) if counts else os.getloadavg()[0]
+
+
 def high_load(load: float) -> str | None:
-    """Words about a load average at which other programs take the cores; None at a lower one."""
+    """Words about a load at which other programs take the cores; None at a lower one."""
     cores = os.cpu_count() or 1
     return f"load {load:.1f} on {cores} cores at the start" if load > _HIGH_LOAD * cores else None
 
@@ -100,7 +113,7 @@ class Watch:
     """Notices contention: `spins` are the seconds of a fixed piece of work, `load` is the machine's at the start."""
 
     spins: list[float] = field(default_factory=list)
-    load: float = field(default_factory=lambda: os.getloadavg()[0])
+    load: float = field(default_factory=load_now)
 
     def look(self) -> None:
         """Times a few milliseconds of pure Python on one core."""

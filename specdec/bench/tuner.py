@@ -343,12 +343,13 @@ class Tuner:
                 generator.close()
                 continue
             candidates[draft] = candidate = _Candidate(generator)
+            left, is_new = self._left(), model not in models
             models.add(model)
-            if (left := self._left()) > 0:
+            if is_new and left > 0:
                 self._say(f"{mode.label}, draft {draft}, first passes")
                 generator.generate(**self._calls[0][1], do_sample=False, max_new_tokens=_WARM, max_time=left / 8)
-                if first and model is None:
-                    self._few = max(self._few, self._answer(candidate, 0, _FEW, left / 4))
+            if first and model is None and left > 0:
+                self._few = max(self._few, self._answer(candidate, 0, _FEW, left / 4))
         yield from (Skipped(mode, why, failed=True) for why in dict.fromkeys(errors))
 
     def _trials(self, mode: Mode, candidates: Mapping[str, _Candidate], more: int) -> Iterator[Trial | Skipped]:

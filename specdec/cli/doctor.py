@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -190,20 +189,16 @@ def _fit(draft: Draft, generator: SpecGenerator) -> Finding:
     return finding("guesses are checked as they are")
 
 
-def tune(request: CommandRequest, prompts: str | None, seconds: float, load: float) -> Iterator[Finding]:
-    """Tries the target with its drafts, then in fewer bits, for so long; the best command, and why.
-
-    `load`: the machine's, before this program.
-    """
-    from specdec.bench.machine import Watch, waiting_threads
+def tune(request: CommandRequest, prompts: str | None, seconds: float) -> Iterator[Finding]:
+    """Tries the target with its drafts, then in fewer bits, for so long; the best command, and why."""
+    from specdec.bench.machine import waiting_threads
     from specdec.bench.parts import Mode
     from specdec.bench.tuner import Skipped, Trial, Tuner, drafts_to_try
 
     bar, trials, chats, failed, lacking, began = Bar(stages=True), list[Trial](), False, False, 0.0, clock()
+    missing = list[str]()
     drafts = drafts_to_try(request.draft or "none")
-    tuner = Tuner(
-        request.target, drafts, Mode(**request.loading), began + seconds, prompts, bar, watch=Watch(load=load)
-    )
+    tuner = Tuner(request.target, drafts, Mode(**request.loading), began + seconds, prompts, bar)
     events = tuner.run()
     while True:
         with bar:
@@ -217,7 +212,9 @@ def tune(request: CommandRequest, prompts: str | None, seconds: float, load: flo
             case Skipped(mode, why):
                 lacking += event.seconds
                 weights = next((_weights(trial) for trial in trials if trial.mode == mode), mode.label)
-                yield Finding(weights, _label(event.draft) if event.draft else "all drafts", why, "note")
+                label = _label(event.draft) if event.draft else "all drafts"
+                missing += [f"{label} ({mode.label})"] if event.seconds else []
+                yield Finding(weights, label, why, "note")
             case Trial():
                 trials.append(event)
                 yield _trial(event)
@@ -233,7 +230,7 @@ def tune(request: CommandRequest, prompts: str | None, seconds: float, load: flo
         busy = tuner.watch.busy or waiting_threads() is not None
         yield Finding("best", "machine", tuner.watch.verdict(), "note", _BUSY if busy else None)
     if lacking or not (trials or failed):
-        words = f"{'not all' if trials else 'nothing'} was measured in this time"
+        words = f"too little for {', '.join(missing)}" if missing and trials else "nothing was measured in this time"
         yield Finding("best", "time", words, "note", f"--seconds {10 * ceil((clock() - began + lacking) / 10)}")
     if {trial.draft for trial in trials} - {NONE}:
         yield from _advice(request, trials, chats=chats)
@@ -333,7 +330,7 @@ def doctor(
 
     Exit code 1: something is wrong; see the line with ✗.
     """
-    findings, load = list[Finding](), os.getloadavg()[0]  # before this program adds to it
+    findings = list[Finding]()
     request = None if target is None else read_request(ctx.params)
     with loading("looking at the machine"):
         from specdec.bench.parts import Mode
@@ -344,7 +341,7 @@ def doctor(
         if request is not None and prompts is not None:
             pick_prompts(prompts, 1)
     here = _watched(chain(machine(), installation()))
-    for finding in chain(here, () if request is None else tune(request, prompts, seconds, load)):
+    for finding in chain(here, () if request is None else tune(request, prompts, seconds)):
         if not json_:
             _show(finding, headed=not findings or findings[-1].section != finding.section)
         findings.append(finding)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -38,10 +37,10 @@ def demo(
     """Watch a small model write code without and with its draft. Then see where the time went."""
     how = {"do_sample": sample or temperature is not None, "temperature": temperature, "seed": seed}
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, **how}
-    pair, load = bundled_models.pair(), os.getloadavg()[0]  # before this program adds to it
+    pair = bundled_models.pair()
     out = Console()
     with loading(f"loading zoo:{pair.name}"):
-        from specdec.bench.machine import high_load, waiting_threads
+        from specdec.bench.machine import high_load, load_now, waiting_threads
         from specdec.bench.prompts import pick_prompts
         from specdec.bench.samples import differences
         from specdec.generator.generator import SpecGenerator
@@ -52,7 +51,7 @@ def demo(
         text = texts[seed % len(texts)].text
         for generator in (plain, assisted):  # the first passes of a process are slow
             generator.generate(text, **{**options, "max_new_tokens": 1})
-    if busy := high_load(load) or waiting_threads():  # now, since decoding may take minutes
+    if busy := high_load(load_now()) or waiting_threads():  # now, since decoding may take minutes
         remark(f"busy machine: {busy}: other programs take the cores, and the figures below mean little")
     for heading, generator in (("the target alone", plain), ("the target and its draft", assisted)):
         write(out, f"── {heading} ──\n", HEADING)

@@ -82,7 +82,7 @@ class Threads:
             if whole:
                 if not self._told:
                     self._told = True
-                    _log.info("other programs take the cores: passes run on fewer threads meanwhile")
+                    _log.info("the cores are busy: passes run on fewer threads meanwhile")
                 self._retry_at, self._pause = now + self._pause, min(2 * self._pause, _PAUSES[1])
             return max(self._used - max(round(waiting), 1), 1)
         if whole:

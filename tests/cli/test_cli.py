@@ -753,7 +753,7 @@ def pair(target: str, draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
     bundled, code = bundled_models.pair, "python-code"
     monkeypatch.setattr(bundled_models, "pair", lambda name=code: tiny if name == code else bundled(name))
     monkeypatch.setattr("specdec.bench.prompts.pick_prompts", lambda *_: [PromptText("def f():\n", "code")])
-    monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
+    monkeypatch.setattr("specdec.bench.machine.load_now", lambda: 0.0)
 
 
 @pytest.mark.usefixtures("pair")
@@ -781,7 +781,7 @@ def test_a_demo_on_a_busy_machine(monkeypatch: pytest.MonkeyPatch, called: Any) 
     assert " on a busy machine · " in out.splitlines()[-1]  # (a firm 0.51x stood there)
     assert called("demo", "--max-new-tokens", "6", "--quiet").err == ""
     cores = os.cpu_count() or 1
-    monkeypatch.setattr(os, "getloadavg", lambda: (0.6 * cores, 0.0, 0.0))  # (only threads that wait were told)
+    monkeypatch.setattr("specdec.bench.machine.load_now", lambda: 0.6 * cores)  # (only threads that wait were told)
     err = called("demo", "--max-new-tokens", "6").err
     words = f"load {0.6 * cores:.1f} on {cores} cores at the start: other programs take the cores"
     assert err == f"busy machine: {words}, and the figures below mean little\n"

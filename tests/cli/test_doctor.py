@@ -232,5 +232,5 @@ def test_models_without_a_draft_and_with_words(monkeypatch: pytest.MonkeyPatch) 
     found = {one.name: one for one in doctor.check_models(SpecGenerator(model))}
     assert found["draft"].state == "note"
     monkeypatch.setattr(Tuner, "run", lambda _: iter([SpecGenerator(tiny("whisper"), tiny("whisper", seed=1))]))
-    *_, last = doctor.tune(CommandRequest("t", "suffix", {}, {}), None, 0.0, 0.0)
+    *_, last = doctor.tune(CommandRequest("t", "suffix", {}, {}), None, 0.0)
     assert last.text.startswith("measured for models that read text")

@@ -58,7 +58,7 @@ def test_a_busy_machine(machine: Machine, caplog: pytest.LogCaptureFixture) -> N
     assert counts[:5] == [4] * 5
     assert {*counts[15:50]} == {1}
     assert 0.02 < counts.count(4) / len(counts) < 0.06
-    assert caplog.messages == ["other programs take the cores: passes run on fewer threads meanwhile"]
+    assert caplog.messages == ["the cores are busy: passes run on fewer threads meanwhile"]
     machine.free = 4.0
     assert machine.run(threads, 90)[-1] == 4
     machine.free = 2.0

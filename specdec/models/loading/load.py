@@ -95,7 +95,7 @@ def _is_slow(language: LanguageModel) -> bool:
 @cache
 def _report_slow(model: str) -> None:
     _log.warning(
-        "the %s stays as you loaded it (`backend='eager'`), so its passes are slower: load it by name, "
+        "the target, a %s, stays as you loaded it (`backend='eager'`), so its passes are slower: load it by name, "
         "SpecGenerator.from_pretrained(…), or pass `backend='packed'`, which keeps a second copy of its weights",
         model,
     )
