@@ -385,7 +385,8 @@ class Tuner:
         drafts = len(self.drafts)
         for count in range(more, -1, -1):
             later = count * min(drafts, 1 + _FINALISTS)
-            seconds = (self._left() - count * self._loading) * drafts / (drafts + later)
+            preparing = self._loading + self._lap  # first passes included
+            seconds = (self._left() - count * preparing) * drafts / (drafts + later)
             if seconds >= self._lap:
                 break
         return seconds
