@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 _TEXTS = {  # by `exactness`
-    "strict": "the same, bit for bit",
-    "exact": "the same",
-    "rounding": "the same up to near-ties",
-    "row-dependent": "may differ: layers see all tokens of a pass",
+    "strict": "plain decoding's, bit for bit",
+    "exact": "plain decoding's",
+    "rounding": "plain decoding's, up to near-ties",
+    "row-dependent": "none, as layers see all tokens of a pass",
 }
 
 _LOSS = 0.05  # share of a call's time that a draft may lose without a word
@@ -107,14 +107,21 @@ class Stats:
     def table(self) -> list[tuple[str, str, str]]:
         """Rows of a name, a figure and more words about it."""
         sources = "".join(f", {name} {count}" for name, count in self.accepted_by_source.items())
+        histogram = ", ".join(
+            f"{accepted}: {count}" for accepted, count in enumerate(self.acceptance_histogram) if count
+        )
         speculative = (
             (
                 "accepted",
                 str(self.num_accepted_draft_tokens),
                 f"{self.draft_acceptance_rate:.0%} of {self.num_draft_tokens} drafted{sources}",
             ),
-            ("mean acceptance length", f"{self.mean_acceptance_length:.2f}", f"{self.num_spec_steps} steps"),
-            ("acceptance histogram", "", " ".join(map(str, self.acceptance_histogram))),
+            (
+                "mean acceptance length",
+                f"{self.mean_acceptance_length:.2f}",
+                f"{self.num_spec_steps} steps with guesses",
+            ),
+            ("acceptance histogram", "", histogram),
             ("saved time", f"{self.saved_seconds:.3f} s" if self.saved_seconds else "not measured", self.draft_advice),
         )
         first = [("first token", f"{self.first_token_seconds:.2f} s", f"models loaded in {self.loading_seconds:.1f} s")]
@@ -127,7 +134,7 @@ class Stats:
             ("target passes", str(self.num_target_passes), f"{self.target_passes_per_token:.2f} per token"),
             *(speculative if self.num_spec_steps else ()),
             *((f"{name} time", f"{part:.3f} s", f"{part / (self.seconds or 1):.0%}") for name, part in parts.items()),
-            ("text beside plain decoding", "", _TEXTS[self.exactness]),
+            ("guaranteed text", "", _TEXTS[self.exactness]),
             ("settings", "", ", ".join(f"{name} {value}" for name, value in self.settings.items())),
         ]
 

@@ -14,7 +14,7 @@ def test_print_shows_the_table() -> None:
     assert lines[:2] == [["new", "tokens", "40"], ["ended", "by", "length"]]
     assert lines[2] == ["tokens", "per", "second", "20.0", "in", "2.00", "s"]
     assert ["accepted", "30", "50%", "of", "60", "drafted"] in lines
-    assert ["acceptance", "histogram", "0", "0", "0", "6", "3"] in lines
+    assert ["acceptance", "histogram", "3:", "6,", "4:", "3"] in lines
     assert ["draft", "time", "0.500", "s", "25%"] in lines
     columns = zip(str(stats).splitlines()[1:], ("length", "in 2"), strict=False)
     assert len({line.index(word) for line, word in columns}) == 1
