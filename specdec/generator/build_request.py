@@ -250,7 +250,6 @@ class Call:
             prompt=[*self.prompts.padded[row, : prompt.padding].tolist(), *prompt.tokens],
             padding=prompt.padding,
             pad_id=pad_id(o),
-            guidance_scale=None if prompt.negative is None else o.guidance_scale,
         )
         return make_strategy(setup)
 

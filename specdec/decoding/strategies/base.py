@@ -29,8 +29,7 @@ class StrategySetup:
     """What one sequence's strategy is made from.
 
     `options`: with all defaults filled in. `prompt`: the sequence's ids, of which the first `padding` are padding that
-    its text lacks. `width`: the target's vocabulary. `seed`: the sequence's seed. `guidance_scale`: None without an
-    unconditional sequence.
+    its text lacks. `width`: the target's vocabulary. `seed`: the sequence's seed.
     """
 
     options: Options
@@ -41,7 +40,6 @@ class StrategySetup:
     prompt: Sequence[int] = ()
     padding: int = 0
     pad_id: int = 0
-    guidance_scale: float | None = None
 
     @property
     def end_id(self) -> int:
@@ -53,7 +51,7 @@ class StrategySetup:
             "processors": self.processors,
             "stop": self.stop,
             "width": self.width,
-            "guidance_scale": self.guidance_scale,
+            "guidance_scale": self.options.guidance_scale,
             "keep_scores": bool(self.options.output_scores),
             "keep_logits": bool(self.options.output_logits),
         }
