@@ -158,7 +158,7 @@ def _from_checkpoint(source: str, folder: str, how: Loading, name: str) -> Langu
     language = LanguageModel(model, backend=how.backend, exactness=how.exactness, owned=True)
     if how.backend not in (AUTO, language.backend):
         raise OptionError(
-            f"`backend`={how.backend!r} does not reach {source}, whose weights are {language.backend}: leave it out, "
+            f"`backend`={how.backend!r} does not reach the {name}, whose weights are {language.backend}: leave it out, "
             "or load other weights"
         )
     kernels.give_back()
