@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -91,10 +92,15 @@ class Threads:
 
 
 def waited_seconds() -> float:
-    """How long the program's threads have waited for cores; 0 where the system does not say."""
+    """How long the program's threads have waited for cores; 0 where the system does not say.
+
+    Threads that give way to the calling thread, such as one that writes packed weights, wait as they should.
+    """
     total = 0
     with suppress(OSError):
+        usual = os.getpriority(os.PRIO_PROCESS, 0)
         for task in Path("/proc/self/task").iterdir():
             with suppress(OSError, ValueError, IndexError):  # it may have ended
-                total += int((task / "schedstat").read_text().split()[1])
+                if os.getpriority(os.PRIO_PROCESS, int(task.name)) <= usual:
+                    total += int((task / "schedstat").read_text().split()[1])
     return total / 1e9
