@@ -47,18 +47,23 @@ def load_now() -> float:
 
     Where the system does not say, it is the load average of the last minute, in which this program may have a part.
     """
-    counts = list[int]()
+    loads = list[float]()
+    for _ in range(10):
+        loads.append(_load_at_once())
+        time.sleep(0.01)
+    return statistics.mean(loads)
+
+
+def _load_at_once() -> float:
     with suppress(OSError, ValueError, IndexError):
-        for _ in range(10):
-            counts.append(int(Path("/proc/loadavg").read_text("utf-8").split()[3].partition("/")[0]) - 1)
-            time.sleep(0.01)
-    return max(statistics.mean(counts), 0.0) if counts else os.getloadavg()[0]
+        return max(int(Path("/proc/loadavg").read_text("utf-8").split()[3].partition("/")[0]) - 1.0, 0.0)
+    return os.getloadavg()[0]
 
 
 def high_load(load: float) -> str | None:
     """Words about a load at which other programs take the cores; None at a lower one."""
     cores = os.cpu_count() or 1
-    return f"load {load:.1f} on {cores} cores at the start" if load > _HIGH_LOAD * cores else None
+    return f"load {load:.1f} on {cores} cores" if load > _HIGH_LOAD * cores else None
 
 
 def memory_bandwidth() -> float:
@@ -110,13 +115,14 @@ def peak_memory() -> int | None:
 
 @dataclass
 class Watch:
-    """Notices contention: `spins` are the seconds of a fixed piece of work, `load` is the machine's at the start."""
+    """Notices contention: `spins` are the seconds of a fixed piece of work, `load` is the mean load of the machine."""
 
     spins: list[float] = field(default_factory=list)
     load: float = field(default_factory=load_now)
 
     def look(self) -> None:
-        """Times a few milliseconds of pure Python on one core."""
+        """Takes the load, and times a few milliseconds of pure Python on one core."""
+        self.load += (_load_at_once() - self.load) / (len(self.spins) + 2)
         began = time.perf_counter()
         total = 0
         for i in range(40_000):
@@ -137,7 +143,7 @@ class Watch:
     def verdict(self) -> str:
         """One sentence on whether the figures can be trusted."""
         pace = f"a fixed piece of work took {statistics.median(self.spins) / min(self.spins):.2f}x its best time"
-        facts = f"load {self.load:.1f} on {os.cpu_count()} cores at the start, {pace}"
+        facts = f"load {self.load:.1f} on {os.cpu_count()} cores, {pace}"
         if not self.busy:
             return f"quiet machine: {facts}."
         facts += f" and more than twice that in {self._late_share:.0%} of all tries"

@@ -1,7 +1,11 @@
 """Statistics against values worked out by hand."""
 
+import os
+
 import pytest
 
+from specdec.bench import machine
+from specdec.bench.machine import Watch
 from specdec.bench.results import (
     Speedup,
     per_token,
@@ -52,3 +56,13 @@ def test_token_gaps() -> None:
     """Tokens of one round share its time; the first round is the wait before; a search gives everything at once."""
     assert token_gaps([(1.0, 1), (2.0, 1), (5.0, 3)]) == [1.0, 1.0, 1.0, 1.0]
     assert token_gaps([(6.0, 3)]) == [2.0, 2.0, 2.0]
+
+
+def test_a_program_that_comes_later_makes_a_machine_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the load at the start counted: a figure at half the speed was of a "quiet machine"."""
+    watch = Watch(load=0.0)
+    monkeypatch.setattr(machine, "_load_at_once", lambda: 4.0 * (os.cpu_count() or 1))
+    for _ in range(3):
+        watch.look()
+    assert watch.busy
+    assert watch.verdict().startswith("busy machine: load ")

@@ -783,7 +783,7 @@ def test_a_demo_on_a_busy_machine(monkeypatch: pytest.MonkeyPatch, called: Any) 
     cores = os.cpu_count() or 1
     monkeypatch.setattr("specdec.bench.machine.load_now", lambda: 0.6 * cores)  # (only threads that wait were told)
     err = called("demo", "--max-new-tokens", "6").err
-    words = f"load {0.6 * cores:.1f} on {cores} cores at the start: other programs take the cores"
+    words = f"load {0.6 * cores:.1f} on {cores} cores: other programs take the cores"
     assert err == f"busy machine: {words}, and the figures below mean little\n"
 
 
