@@ -117,7 +117,7 @@ class Trial:
         stats = total([answer.stats for answer in self.answers.values()])
         if not stats.num_draft_tokens:
             name = read_draft(self.draft)
-            copies = name.copies and name.model is name.argument is None
+            copies = name.copies and not (name.model or name.argument)
             return "it guessed nothing, as these texts repeat nothing" if copies else "it guessed nothing in that time"
         a_pass = _pass_seconds(self.plain)
         guess, wide = stats.draft_seconds / stats.num_draft_tokens / a_pass, _pass_seconds(self.answers) / a_pass

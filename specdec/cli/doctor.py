@@ -195,8 +195,8 @@ def tune(request: CommandRequest, prompts: str | None, seconds: float) -> Iterat
     from specdec.bench.parts import Mode
     from specdec.bench.tuner import Skipped, Trial, Tuner, drafts_to_try
 
-    bar, trials, chats, failed, lacking, began = Bar(stages=True), list[Trial](), False, False, 0.0, clock()
-    missing = list[str]()
+    bar, trials, chats, failed, began = Bar(stages=True), list[Trial](), False, False, clock()
+    missing = dict[str, float]()  # what time lacked for, and how many seconds more would have sufficed
     drafts = drafts_to_try(request.draft or "none")
     tuner = Tuner(request.target, drafts, Mode(**request.loading), began + seconds, prompts, bar)
     events = tuner.run()
@@ -210,10 +210,9 @@ def tune(request: CommandRequest, prompts: str | None, seconds: float) -> Iterat
                 failed = True
                 yield Finding("models", "failure", why, "bad")
             case Skipped(mode, why):
-                lacking += event.seconds
                 weights = next((_weights(trial) for trial in trials if trial.mode == mode), mode.label)
                 label = _label(event.draft) if event.draft else "all drafts"
-                missing += [f"{label} ({mode.label})"] if event.seconds else []
+                missing |= {f"{label} ({mode.label})": event.seconds} if event.seconds else {}
                 yield Finding(weights, label, why, "note")
             case Trial():
                 trials.append(event)
@@ -229,9 +228,11 @@ def tune(request: CommandRequest, prompts: str | None, seconds: float) -> Iterat
     if trials or not failed:  # first, as it says what the advice is worth
         busy = tuner.watch.busy or waiting_threads() is not None
         yield Finding("best", "machine", tuner.watch.verdict(), "note", _BUSY if busy else None)
-    if lacking or not (trials or failed):
+    if missing or not (trials or failed):
         words = f"too little for {', '.join(missing)}" if missing and trials else "nothing was measured in this time"
-        yield Finding("best", "time", words, "note", f"--seconds {10 * ceil((clock() - began + lacking) / 10)}")
+        yield Finding(
+            "best", "time", words, "note", f"--seconds {10 * ceil((clock() - began + sum(missing.values())) / 10)}"
+        )
     if {trial.draft for trial in trials} - {NONE}:
         yield from _advice(request, trials, chats=chats)
         yield from _compared(trials)

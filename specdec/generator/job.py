@@ -111,12 +111,12 @@ class Job:
             raise EngineError("this job is being followed: read its deltas there, or submit another")
         call, streamer = self.call, self.call.extras.streamer
         self._stream = stream and not call.options.at_the_end
-        if self._seconds is None:  # else it has ended, and raises its error again
-            self._began = clock()
+        is_new = self._seconds is None  # else it has ended, and raises its error again
+        self._began = clock() if is_new else self._began
         try:
             if call.time_limit is not None:
                 call.time_limit.initial_timestamp = time()
-            if streamer is not None and self._seconds is None:
+            if streamer is not None and is_new:
                 streamer.put(call.prompts.padded)
             self._driver.start(self._request, notify, stream=self._stream or streamer is not None, pulls=pulls)
         except BaseException:
@@ -268,7 +268,8 @@ def _stats_of(seq: RunningSequence, rounds: Sequence[SequenceRound]) -> Stats:
     accepted = [round.accepted for round in rounds if round.drafted]
     by_source = Counter[str]()
     for round in rounds:
-        by_source[round.source] += round.accepted
+        if round.source and round.accepted:
+            by_source[round.source] += round.accepted
     return Stats(
         num_new_tokens=sum(len(round.steps) for round in rounds),
         cached_prompt_tokens=seq.cached_prompt_tokens,
@@ -276,7 +277,7 @@ def _stats_of(seq: RunningSequence, rounds: Sequence[SequenceRound]) -> Stats:
         num_spec_steps=len(drafted),
         num_draft_tokens=sum(drafted),
         num_accepted_draft_tokens=sum(accepted),
-        accepted_by_source={name: count for name, count in by_source.items() if name and count},
+        accepted_by_source=dict(by_source),  # as a field, a Counter comes out of `asdict` broken
         per_step_drafted=tuple(drafted),
         per_step_accepted=tuple(accepted),
         finish_reasons=(next((round.finish for round in rounds if round.finish), "cancelled"),),

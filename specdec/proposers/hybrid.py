@@ -99,13 +99,14 @@ class HybridProposer(WrappedProposer):
         self._learn(seqs)
         self._copies, self._chosen = {}, {}
         for seq, budget in zip(seqs, budgets, strict=True):
-            pass_cost, node_cost = costs = self._costs(seq, budget, len(seqs))
-            tree = cut(*self._text.guess(seq, budget.limit), seq, adapt_budget(budget, None, costs), self._source)
+            pass_cost, node_cost = self._costs(seq, budget, len(seqs))
+            copying = adapt_budget(budget, None, (pass_cost, node_cost))
+            tree = cut(*self._text.guess(seq, budget.limit), seq, copying, self._source)
             self._copies[seq.id] = tree
             if seq.tree.tokens and path_limit(seq, budget):
                 # A search only advances if all its branches were guessed, which a text draft hardly ever does.
                 self._chosen[seq.id] = budget
-            elif self._prefers_model(seq, budget, tree, *costs):
+            elif self._prefers_model(seq, budget, tree, pass_cost, node_cost):
                 guessing = adapt_budget(budget, self._odds.acceptance, (pass_cost * len(seqs), node_cost))
                 self._chosen[seq.id] = replace(guessing, match=self._handover(pass_cost))
         chosen = [seq for seq in seqs if seq.id in self._chosen]

@@ -86,10 +86,9 @@ def load_model(
 
 
 def _is_slow(language: LanguageModel) -> bool:
-    """Whether a caller's model runs eager, and packed passes would be faster."""
+    """Whether a caller's model runs eager, and packed passes would be faster, if there are kernels or can be some."""
     could_be_packed = language.backend == "eager" and language.capability.cache_kind == "kv"
-    is_large = could_be_packed and language.weight_bytes >= _LARGE
-    return is_large and why_not_packed(language.model) is None and kernels.available()
+    return could_be_packed and language.weight_bytes >= _LARGE and why_not_packed(language.model) is None
 
 
 @cache
@@ -156,12 +155,12 @@ def _from_checkpoint(source: str, folder: str, how: Loading, name: str) -> Langu
         model = weights and weights.read(_read)
         model = model or _read_fast(folder, how, is_whole)
     language = LanguageModel(model, backend=how.backend, exactness=how.exactness, owned=True)
+    kernels.give_back()
     if how.backend not in (AUTO, language.backend):
         raise OptionError(
             f"`backend`={how.backend!r} does not reach the {name}, whose weights are {language.backend}: leave it out, "
             "or load other weights"
         )
-    kernels.give_back()
     language.loading_seconds = perf_counter() - began
     if weights and (writing := weights.writing(model)):
         writing.start()
