@@ -72,8 +72,8 @@ def test_a_model_object_that_would_be_faster_packed(
     assert "as you loaded it" not in caplog.text
     with monkeypatch.context() as patch:
         patch.setattr("specdec.kernels.build._lack", never)  # (to say so, kernels were built for a minute)
-        SpecGenerator(tiny("llama"))
-    SpecGenerator(tiny("llama"), tiny("llama"))
+        for draft in (None, tiny("llama")):
+            SpecGenerator(tiny("llama"), draft)
     [line] = [line for line in caplog.messages if "as you loaded it" in line]
     assert line.startswith("the target, a LlamaForCausalLM, stays")
     assert "pass `backend='packed'`" in line

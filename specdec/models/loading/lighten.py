@@ -44,7 +44,7 @@ def lightened(model: Any, *, owned: bool) -> Any:
     the model if `owned`, and else a copy. Returns it as it is where fewer bits bring nothing: without a CPU or kernels,
     in float16, for fewer than 64 million weights, and where memory has no room for the copy.
     """
-    if why_not_packed(model) is not None or not kernels.available() or (count := _count(model)) < _LEAST:
+    if why_not_packed(model) is not None or (count := _count(model)) < _LEAST or not kernels.available():
         return model
     if not owned and free_bytes(torch.device("cpu")) < 2 * count:
         _log.warning("the draft keeps its weights as they are: memory has no room for a copy of them in fewer bits")
