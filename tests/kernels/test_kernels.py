@@ -565,7 +565,9 @@ def test_compilers_end_with_the_program(sig: signal.Signals, compiler: Callable[
     """And so do the processes that they began. (After SIGTERM six compilers ran on, and Ctrl-C waited for all.)"""
     pids = tmp_path / "pids"
     endless = compiler("sleep 300 &", f"echo $$ $! >> {pids}", "wait")
-    process = run(PACKS, tmp_path / "kernels", CXX=endless)
+    # Shells have programs in the background ignore Ctrl-C, which the programs that they start inherit.
+    interruptible = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    process = run(interruptible + PACKS, tmp_path / "kernels", CXX=endless)
     running = list[int]()
     for _ in range(600):
         running = [int(pid) for pid in pids.read_text().split()] if pids.exists() else []
