@@ -56,8 +56,18 @@ def load_now() -> float:
 
 def _load_at_once() -> float:
     with suppress(OSError, ValueError, IndexError):
-        return max(int(Path("/proc/loadavg").read_text("utf-8").split()[3].partition("/")[0]) - 1.0, 0.0)
+        running = int(Path("/proc/loadavg").read_text("utf-8").split()[3].partition("/")[0])
+        return max(running - _running_threads(), 0.0)
     return os.getloadavg()[0]
+
+
+def _running_threads() -> int:
+    """How many threads of this program run; those that just made a pass spin for a while."""
+    running = 0
+    for thread in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # it ended meanwhile
+            running += (thread / "stat").read_text("utf-8").rpartition(")")[2].split()[0] == "R"
+    return running
 
 
 def high_load(load: float) -> str | None:
