@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from specdec import kernels
+from specdec.engine.openmp import others_running
 from specdec.options.versions import commit, system_entries, versions
 
 # Parts of processor flags that decide the speed of matrix products.
@@ -55,19 +56,8 @@ def load_now() -> float:
 
 
 def _load_at_once() -> float:
-    with suppress(OSError, ValueError, IndexError):
-        running = int(Path("/proc/loadavg").read_text("utf-8").split()[3].partition("/")[0])
-        return max(running - _running_threads(), 0.0)
-    return os.getloadavg()[0]
-
-
-def _running_threads() -> int:
-    """How many threads of this program run; those that just made a pass spin for a while."""
-    running = 0
-    for thread in Path("/proc/self/task").iterdir():
-        with suppress(OSError):  # it ended meanwhile
-            running += (thread / "stat").read_text("utf-8").rpartition(")")[2].split()[0] == "R"
-    return running
+    others = others_running()  # threads of this program spin on for some milliseconds after a pass
+    return os.getloadavg()[0] if others is None else others
 
 
 def high_load(load: float) -> str | None:

@@ -50,7 +50,8 @@ class Threads:
     """The threads on which an engine computes: fewer than its callers have, while other programs take the cores.
 
     An operation waits for the last of its threads: beside one busy program, two threads on two cores took twice as long
-    as one. Linux counts how long threads waited for cores; elsewhere all threads are used.
+    as one. Linux counts how long threads waited for cores; elsewhere all threads are used. All are tried again as soon
+    as the cores are free, and after ever longer pauses where others seem to run on (a container sees its whole host).
     """
 
     def __init__(self) -> None:
@@ -76,7 +77,7 @@ class Threads:
         self._used, self._began, self._waited = count, clock(), waited_seconds()
 
     def _next(self) -> int:
-        """The threads of the next window: fewer after a window in which threads waited, and all again after a pause."""
+        """The threads of the next window: fewer after a window in which threads waited, later all again."""
         now, whole = clock(), self._used == self._most
         waiting = (waited_seconds() - self._waited) / (now - self._began)  # threads, on average
         if waiting > _WAITING:
@@ -88,7 +89,10 @@ class Threads:
             return max(self._used - max(round(waiting), 1), 1)
         if whole:
             self._pause = _PAUSES[0]
-        return self._most if now >= self._retry_at else self._used
+            return self._most
+        others = others_running()
+        free = others is not None and others + self._most <= (os.cpu_count() or 1)
+        return self._most if free or now >= self._retry_at else self._used
 
 
 def waited_seconds() -> float:
@@ -104,3 +108,17 @@ def waited_seconds() -> float:
                 if os.getpriority(os.PRIO_PROCESS, int(task.name)) <= usual:
                     total += int((task / "schedstat").read_text().split()[1])
     return total / 1e9
+
+
+def others_running() -> int | None:
+    """How many threads of other programs run or wait for a core; None where the system does not say."""
+    with suppress(OSError, ValueError, IndexError):
+        running = int(Path("/proc/loadavg").read_text().split()[3].partition("/")[0])
+        return max(running - sum(_is_running(task) for task in Path("/proc/self/task").iterdir()), 0)
+    return None
+
+
+def _is_running(task: Path) -> bool:
+    with suppress(OSError, IndexError):  # it may have ended
+        return (task / "stat").read_text().rpartition(")")[2].split()[0] == "R"
+    return False

@@ -1,8 +1,6 @@
 """Statistics against values worked out by hand."""
 
 import os
-import threading
-import zlib
 
 import pytest
 
@@ -68,22 +66,3 @@ def test_a_program_that_comes_later_makes_a_machine_busy(monkeypatch: pytest.Mon
         watch.look()
     assert watch.busy
     assert watch.verdict().startswith("busy machine: load ")
-
-
-def test_threads_of_this_program_are_no_load() -> None:
-    """Threads that spun on for some milliseconds after a pass made an idle machine a busy one."""
-    end, buffer = threading.Event(), bytes(2**26)
-
-    def work() -> None:
-        while not end.is_set():
-            zlib.crc32(buffer)  # without the interpreter's lock
-
-    threads = [threading.Thread(target=work) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    busy = [machine._running_threads() for _ in range(50)]
-    end.set()
-    for thread in threads:
-        thread.join()
-    assert max(busy) >= 3  # the reading thread is one
-    assert machine._running_threads() < 3

@@ -3,14 +3,16 @@
 import logging
 import os
 from hashlib import sha256
-from threading import Barrier, Thread, get_native_id
+from pathlib import Path
+from threading import Barrier, Event, Thread, get_native_id
 from time import thread_time
 from types import SimpleNamespace
+from zlib import crc32
 
 import pytest
 
 from specdec.engine import openmp
-from specdec.engine.openmp import Threads, waited_seconds
+from specdec.engine.openmp import Threads, _is_running, waited_seconds
 
 
 class Machine:
@@ -18,6 +20,7 @@ class Machine:
 
     def __init__(self) -> None:
         self.now, self.waited, self.free, self.count = 0.0, 0.0, 4.0, 4
+        self.others: int | None = None
 
     def run(self, threads: Threads, seconds: float) -> list[int]:
         """The numbers of threads while steps of a tenth of a second take so long."""
@@ -40,6 +43,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     monkeypatch.setattr(openmp, "use_threads", library.omp_set_num_threads)
     monkeypatch.setattr(openmp, "clock", lambda: machine.now)
     monkeypatch.setattr(openmp, "waited_seconds", lambda: machine.waited)
+    monkeypatch.setattr(openmp, "others_running", lambda: machine.others)
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
     return machine
 
 
@@ -63,6 +68,14 @@ def test_a_busy_machine(machine: Machine, caplog: pytest.LogCaptureFixture) -> N
     assert machine.run(threads, 90)[-1] == 4
     machine.free = 2.0
     assert machine.run(threads, 2)[-1] == 2
+
+
+def test_a_short_program(machine: Machine) -> None:
+    """All threads are used again when it ends, and not before. (A second's program cost five at half the speed.)"""
+    threads, machine.free, machine.others = Threads(), 3.0, 1
+    assert machine.run(threads, 30).count(4) < 30
+    machine.free, machine.others = 4.0, 0
+    assert {*machine.run(threads, 10)[6:]} == {4}
 
 
 def test_what_a_system_does_not_say(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,3 +115,26 @@ def test_threads_that_share_a_core_wait(gives_way: bool) -> None:
     for thread in threads:
         thread.join()
     assert (waited > 0.1) != gives_way
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="the system does not say which threads run")
+def test_threads_of_this_program_are_no_others() -> None:
+    """Threads that spun on for some milliseconds after a pass made an idle machine a busy one."""
+    end, data = Event(), bytes(2**26)
+
+    def work() -> None:
+        while not end.is_set():
+            crc32(data)  # without the interpreter's lock
+
+    def running() -> int:
+        return sum(_is_running(task) for task in Path("/proc/self/task").iterdir())
+
+    threads = [Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    most = max(running() for _ in range(50))
+    end.set()
+    for thread in threads:
+        thread.join()
+    assert most >= 3  # the reading thread is one
+    assert running() < 3
