@@ -101,7 +101,8 @@ def read_costs(path: Path | None, odds: Odds | None) -> Cost | None:
         return None
     if odds == Odds() and (earlier := _read(_odds_file(path), Odds)) is not None:
         # Where a poor draft or a busy machine kept the model from reading, nothing would correct it.
-        vars(odds).update(vars(replace(earlier, acceptance=earlier.acceptance.faded(_LEVELS), reading=None)))
+        passes, acceptance = _faded(earlier.passes), earlier.acceptance.faded(_LEVELS)
+        vars(odds).update(vars(replace(earlier, acceptance=acceptance, passes=passes, reading=None)))
     learned = _read(path, Learned)
     if learned is None:
         return None

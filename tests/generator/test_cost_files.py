@@ -242,10 +242,13 @@ def test_a_poor_draft_is_tried_again_in_the_next_program(folder: Path, folders: 
         first.generate(PROMPT, **CALL)
         first.draft.odds.acceptance = Acceptance().after([(0.8, False)] * 200, 200)  # type: ignore[union-attr]
         first.draft.odds.reading = 60.0  # type: ignore[union-attr]
+        for _ in range(100):
+            first.draft.odds.passes = first.draft.odds.passes.add(1, 60.0)  # type: ignore[union-attr]
     with generator(folders) as second:
         learned(second)
         odds = second.draft.odds  # type: ignore[union-attr]
         assert odds.reading is None
+        assert odds.passes.weight < 5  # so that few new passes tell how long one takes
         assert 0.1 < odds.acceptance.mean < odds.acceptance.hoped - 0.1
 
 
