@@ -32,22 +32,19 @@ _TOKENS = 96  # the most tokens of an answer
 _FEW = 8  # tokens that say how fast an answer is
 _LEAST = 4  # tokens after the first, without which an answer that time ended says nothing
 _WARM = 16  # tokens in which a draft makes its first passes, which are slow
-_WORTH = 3  # an answer so many times as long as one of a few words is worth more than another prompt's
+_WORTH = 2.5  # an answer so many times as long as one of a few words is worth more than another prompt's
 _LAPS = 3  # over all prompts, at most
 _FINALISTS = 2  # drafts that are tried in further modes
 _LARGE = 2**27  # bytes of weights: rounding smaller models gains little and hurts them more
 _FASTER = 0.97  # share of a time, at most: a smaller gain is noise
 _LATE = "not measured: too few tokens came in time"
 _QUESTION = "Why do people in cold countries put salt on roads, and when does it not help? Answer in a few sentences."
-_EDIT = """Rename `values` to `numbers` in this function, and write all of it:
+_EDIT = """Rename `values` to `numbers` in this function, write all of it, then say what it returns:
 
 ```python
-def describe(values, digits=2):
-    \"\"\"The least, the greatest and the mean of values, rounded.\"\"\"
-    if not values:
-        raise ValueError("values is empty")
-    mean = sum(values) / len(values)
-    return {"least": min(values), "greatest": max(values), "mean": round(mean, digits)}
+def spread(values):
+    least, greatest = min(values), max(values)
+    return {"least": least, "greatest": greatest, "spread": greatest - least}
 ```"""
 
 
@@ -175,9 +172,10 @@ def further_modes(target: LanguageModel, mode: Mode) -> list[Mode]:
 
 
 def prompts_for(generator: SpecGenerator, source: str | None) -> list[tuple[str, dict[str, Any]]]:
-    """Kinds of prompts and arguments of `generate`: the prompts of a file or set, or code, a question and an edit.
+    """Kinds of prompts and arguments of `generate`: the prompts of a file or set, or an edit, a question and code.
 
-    A model with a chat template gets them as messages, code aside.
+    A model with a chat template gets them as messages, code aside. Time may end before the last: an answer with copies
+    and one without come first.
     """
     chats = bool(getattr(generator.tokenizer, "chat_template", None))
     if source is not None:
@@ -185,7 +183,7 @@ def prompts_for(generator: SpecGenerator, source: str | None) -> list[tuple[str,
     else:
         sets = ("code",) if chats else ("code", "text", "copy")
         texts = [replace(prompt, category=name) for name in sets for prompt in pick_prompts(name, 1)]
-        texts += [PromptText(_QUESTION, "question"), PromptText(_EDIT, "edit")] if chats else []
+        texts = [PromptText(_EDIT, "edit"), PromptText(_QUESTION, "question"), *texts] if chats else texts
     return [
         (prompt.category, {"messages": [{"role": "user", "content": prompt.text}]})
         if chats and (source or prompt.category != "code")

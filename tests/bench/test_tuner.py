@@ -356,8 +356,8 @@ def test_prompts(tmp_path: Any) -> None:
     tokenizer.chat_template = "{{ messages[0]['content'] }}"
     calls = prompts_for(generator, None)
     assert [(kind, *call) for kind, call in calls] == [
-        ("code", "prompt"),
-        ("question", "messages"),
         ("edit", "messages"),
+        ("question", "messages"),
+        ("code", "prompt"),
     ]
     assert prompts_for(generator, mine)[1] == ("mine", {"messages": [{"role": "user", "content": "two"}]})
