@@ -245,7 +245,6 @@ class Call:
             options=o,
             processors=processors,
             stop=stop,
-            width=self.target.vocab_size,
             seed=seed,
             prompt=[*self.prompts.padded[row, : prompt.padding].tolist(), *prompt.tokens],
             padding=prompt.padding,
