@@ -233,7 +233,6 @@ class Call:
             o,
             prompt_length=len(prompt.tokens) + prompt.padding,
             padding=prompt.padding,
-            eos_ids=o.eos_ids,
             encoder_ids=None if source is None else torch.tensor([source]),
             extra=extra,
             prefix_allowed_tokens_fn=self.extras.prefix_allowed_tokens_fn,

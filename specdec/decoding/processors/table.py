@@ -44,7 +44,6 @@ class ProcessorSetup:
     options: Options
     prompt_length: int
     padding: int = 0
-    eos_ids: Sequence[int] = ()
     encoder_ids: Tensor | None = None
     prefix_allowed_tokens_fn: PrefixFn | None = None
     row: int = 0
@@ -59,7 +58,7 @@ class ProcessorSetup:
     @property
     def eos(self) -> Tensor | None:
         """The end-of-sequence ids `[n]`, or None, as transformers prepares them."""
-        return torch.tensor(list(self.eos_ids)) if self.eos_ids else None
+        return torch.tensor(self.options.eos_ids) if self.options.eos_ids else None
 
     @property
     def window(self) -> int | None:
@@ -69,7 +68,7 @@ class ProcessorSetup:
     @property
     def least(self) -> int:
         """How many tokens a warper must keep: with beams, at least one that ends no text."""
-        return max(len(self.eos_ids), 1) + 1 if self.options.num_beams > 1 else 1
+        return max(len(self.options.eos_ids), 1) + 1 if self.options.num_beams > 1 else 1
 
 
 def _exponential_decay(r: ProcessorSetup, penalty: Any) -> Arguments:
@@ -115,8 +114,8 @@ PROCESSORS: tuple[Entry, ...] = (
         lambda r, v: None if v <= 0 or r.encoder_ids is None else (v, r.encoder_ids, r.width),
     ),
     ("bad_words_ids", stock.NoBadWordsLogitsProcessor, lambda r, v: (v, r.eos)),
-    ("min_length", MinLength, lambda r, v: (max(v - r.padding, 0), r.eos_ids) if v > 0 and r.eos_ids else None),
-    ("min_new_tokens", MinNewTokens, lambda r, v: (r.unpadded_length + v, r.eos_ids) if v > 0 and r.eos_ids else None),
+    ("min_length", MinLength, lambda r, v: None if v <= 0 or r.eos is None else (max(v - r.padding, 0), r.eos)),
+    ("min_new_tokens", MinNewTokens, lambda r, v: None if v <= 0 or r.eos is None else (r.unpadded_length + v, r.eos)),
     ("prefix_allowed_tokens_fn", RowPrefix, lambda r, v: (v, r.row)),
     # It acts after the first token. Padding counts, so it never acts on a padded row.
     ("forced_bos_token_id", stock.ForcedBOSTokenLogitsProcessor, lambda r, v: None if r.padding else (v,)),
