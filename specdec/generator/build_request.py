@@ -237,8 +237,8 @@ class Call:
             extra=extra,
             prefix_allowed_tokens_fn=self.extras.prefix_allowed_tokens_fn,
             row=row,
-            vocab_size=self.target.config.vocab_size,
-            width=self.target.vocab_size,
+            vocab_size=self.target.vocab_size,
+            watermark_size=self.target.config.vocab_size,
         )
         setup = StrategySetup(
             options=o,

@@ -37,8 +37,8 @@ class ProcessorSetup:
 
     `prompt_length` includes `padding` tokens on the left, which the row's ids lack: lengths mean the same as in
     transformers for the padded row. `encoder_ids` `[1, n]`: the encoder's input (or a decoder-only model's prompt).
-    `row`: the batch index for `prefix_allowed_tokens_fn`. `vocab_size`: the width that a watermark divides. `width`:
-    the number of logits, which an encoder's ids may exceed.
+    `row`: the batch index for `prefix_allowed_tokens_fn`. `vocab_size`: the number of logits, which an
+    encoder's ids may exceed. `watermark_size`: the number of tokens that a watermark divides.
     """
 
     options: Options
@@ -47,8 +47,8 @@ class ProcessorSetup:
     encoder_ids: Tensor | None = None
     prefix_allowed_tokens_fn: PrefixFn | None = None
     row: int = 0
-    vocab_size: int = 0
-    width: float = math.inf
+    vocab_size: float = math.inf
+    watermark_size: int = 0
 
     @property
     def unpadded_length(self) -> int:
@@ -101,7 +101,7 @@ PROCESSORS: tuple[Entry, ...] = (
     (
         "encoder_repetition_penalty",
         EncoderPenalty,
-        lambda r, v: None if v == 1.0 or r.encoder_ids is None else (v, r.encoder_ids, r.width),
+        lambda r, v: None if v == 1.0 or r.encoder_ids is None else (v, r.encoder_ids, r.vocab_size),
     ),
     ("repetition_penalty", stock.RepetitionPenaltyLogitsProcessor, lambda r, v: None if v == 1.0 else (v,)),
     ("presence_penalty", OutputPenalty, lambda r, v: (r.unpadded_length, v, 0.0) if v else None),
@@ -111,7 +111,7 @@ PROCESSORS: tuple[Entry, ...] = (
     (
         "encoder_no_repeat_ngram_size",
         EncoderNgrams,
-        lambda r, v: None if v <= 0 or r.encoder_ids is None else (v, r.encoder_ids, r.width),
+        lambda r, v: None if v <= 0 or r.encoder_ids is None else (v, r.encoder_ids, r.vocab_size),
     ),
     ("bad_words_ids", stock.NoBadWordsLogitsProcessor, lambda r, v: (v, r.eos)),
     ("min_length", MinLength, lambda r, v: None if v <= 0 or r.eos is None else (max(v - r.padding, 0), r.eos)),
@@ -145,8 +145,8 @@ WARPERS: tuple[Entry, ...] = (
 LAST: tuple[Entry, ...] = (
     (
         "watermarking_config",
-        lambda config, width: config.construct_processor(width, "cpu"),
-        lambda r, v: (v, r.vocab_size),
+        lambda config, size: config.construct_processor(size, "cpu"),
+        lambda r, v: (v, r.watermark_size),
     ),
     ("renormalize_logits", stock.LogitNormalization, lambda r, v: () if v is True else None),
 )
