@@ -275,7 +275,7 @@ def test_copies_price_the_model_only_where_they_are(clock: Clock, copied: float,
     model.seconds, draft = 0.3, HybridDraft(SuffixDraft(), ModelDraft(model))
     draft.odds.acceptance, draft.odds.gap = right, 1.0
     session = draft.start(50)
-    session._copied[seq.id] = copied
+    session._copy_shares[seq.id] = copied
     [tree] = session.propose([seq], [right.budget(6, 1.8, 0.3, pace=6.0)])
     assert len(tree) == count
 

@@ -135,7 +135,7 @@ class Scoring(StrategyBase):
     is_search: ClassVar[bool] = True
 
     @classmethod
-    def parts(cls, setup: StrategySetup) -> dict[str, Any]:
+    def common(cls, setup: StrategySetup) -> dict[str, Any]:
         o = setup.options
         return {
             "num_beams": o.num_beams,
