@@ -42,7 +42,7 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_options_choose_a_strategy(name: str) -> None:
     options = resolve(CASES[name])
-    how = {"processors": Processors(), "stop": Stopping(max_length=9), "width": 64}
+    how = {"processors": Processors(), "stop": Stopping(max_length=9)}
     setup = StrategySetup(options=options, **how, prompt=[0, 0, 1, 2], padding=2)
     strategy = next(kind for kind in STRATEGIES if kind.serves(options)).of(setup)
     assert strategy.name == name

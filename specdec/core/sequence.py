@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -40,7 +40,8 @@ class RunningSequence:
     instructions. `unconditional`: the same sequence without its condition (guidance); it gets the same tokens. `embeds`
     `[length, width]` replace the prompt's tokens; where their ids are unknown, `tokens` starts empty and
     `num_embeds_only` counts them, and columns of pictures before the text. `pictures` are read with the prompt.
-    `context`: None where keys and values are never shared. `encoding`: the encoder's output. The target's cache holds
+    `context`: None where keys and values are never shared; while it runs, sequences with an equal `sharing_key` share
+    what was read, sequences without one share nothing. `encoding`: the encoder's output. The target's cache holds
     the first `num_cached` nodes of `tree`, cached nodes first; `views`: the target's output at nodes that an earlier
     pass computed. `cached_prompt_tokens` were not read for it, but for an earlier or another one.
     `cache_reset_length`: the length of text beyond which the target must read all of it again.
@@ -60,6 +61,7 @@ class RunningSequence:
     id: int = -1
     cache_row: Any = None  # an int while it has a row
     context: Context | None = None
+    sharing_key: Hashable = None
     encoding: Any = None
     prompt_length: int = field(init=False)
     tree: Tree = EMPTY

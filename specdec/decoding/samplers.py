@@ -41,14 +41,12 @@ def texts_at(seq: SequenceView, ends: Sequence[Branch]) -> Tensor:
     return torch.cat((seq.prefix().expand(len(ends), -1), tails), dim=1)
 
 
-def fit(logits: Tensor, width: int | None) -> Tensor:
-    """`logits` `[..., vocab]`, cropped or padded with -inf to the target's `width`."""
+def fit(logits: Tensor, vocab_size: int) -> Tensor:
+    """A draft's `logits` `[..., vocab]`, cropped or padded with -inf to the target's vocabulary."""
     size = logits.shape[-1]
-    if width is None or size == width:
-        return logits
-    if size > width:
-        return logits[..., :width]
-    return torch.nn.functional.pad(logits, (0, width - size), value=float("-inf"))
+    if size >= vocab_size:
+        return logits if size == vocab_size else logits[..., :vocab_size]
+    return torch.nn.functional.pad(logits, (0, vocab_size - size), value=float("-inf"))
 
 
 def first_best(values: Tensor) -> int:
@@ -144,10 +142,9 @@ def _shares(ends: Sequence[Branch], budget: Budget) -> list[int]:
 
 @dataclass(frozen=True)
 class GreedySampler:
-    """Guesses the likeliest token; `width` is the target's vocabulary. With a `stream` of noise, it draws."""
+    """Guesses the likeliest token. With a `stream` of noise, it draws."""
 
     processors: Processors
-    width: int | None = None
     needs_q: ClassVar[bool] = False
     branches: int = field(default=1, kw_only=True)
 
@@ -163,7 +160,7 @@ class GreedySampler:
     def pick(
         self, seq: SequenceView, guesses: list[int], logits: Tensor, *, confident: bool = True, siblings: bool = False
     ) -> tuple[int, float, Tensor | None]:
-        scores = process(self.processors, seq, guesses, fit(logits, self.width))
+        scores = process(self.processors, seq, guesses, logits)
         address, first = self.stream(seq)
         key = None if address is None else noise.fold(address, first + len(guesses))
         token, prob = pick_token(scores, key, confident=confident)
@@ -181,9 +178,9 @@ class GreedySampler:
         return likeliest_children(torch.log_softmax(self._process(seq, ends, logits), dim=-1), ends, budget)
 
     def _process(self, seq: SequenceView, ends: Sequence[Branch], logits: Tensor) -> Tensor:
-        """Processed draft `logits` `[ends, vocab]`, float32, as wide as the target's."""
+        """Processed draft `logits` `[ends, vocab]`, float32."""
         texts = texts_at(seq, ends) if self.processors.reads_ids else None
-        return self.processors(texts, fit(logits, self.width))
+        return self.processors(texts, logits)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from specdec.core.budget import Budget
@@ -63,15 +63,13 @@ class OpenDraft(NamedTuple):
 class OpenDrafts:
     """The open drafts of one target's sequences, by the identity of their drafts in `open`.
 
-    `requests`: the requests of running sequences, by the sequences' ids. `keys`: sequences with an equal key share what
-    was read, those with key None share with nobody. `num_read`: by these ids, how many tokens of texts draft models
-    read in this round; the last one is not counted, each draft reads it again for its first guess. An exception within
-    `guard(seqs)` ends the requests of these sequences.
+    `requests`: the requests of running sequences, by the sequences' ids. `num_read`: by these ids, how many tokens of
+    texts draft models read in this round; the last one is not counted, each draft reads it again for its first guess.
+    An exception within `guard(seqs)` ends the requests of these sequences.
     """
 
     def __init__(self, model: LanguageModel, requests: Mapping[int, Request], guard: Guard) -> None:
         self.open: dict[int, OpenDraft] = {}
-        self.keys: dict[RunningSequence, Hashable] = {}
         self.num_read: dict[int, int] = {}
         self._model, self.requests, self.guard = model, requests, guard
 
@@ -88,7 +86,7 @@ class OpenDrafts:
             kind = type(proposer).__name__
             raise DraftError(f"{draft!r}.start must return a `specdec.core.drafts.Proposer`, got {kind}: subclass it")
         proposer.share(target)
-        self.open[id(draft)] = OpenDraft(draft, proposer, SharedTexts(self.keys))
+        self.open[id(draft)] = OpenDraft(draft, proposer, SharedTexts())
 
     def propose(self, seqs: Sequence[RunningSequence], catch_up: CatchUp, *, reading: bool) -> dict[int, Tree]:
         """The proposals by sequence id, for sequences with a draft; those for whose text it must wait get EMPTY.

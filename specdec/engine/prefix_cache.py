@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left, insort
 from collections import OrderedDict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from itertools import count
 from typing import Generic, TypeVar
 from weakref import WeakValueDictionary
@@ -69,11 +69,10 @@ class PrefixIndex(Generic[Owner]):
 class SharedTexts:
     """The texts that rows of one cache hold, or will hold once these are read, for other sequences to continue.
 
-    The cache is the target's or a draft's. Sequences with an equal key in `keys` share; with key None: with nobody.
+    The cache is the target's or a draft's. Sequences with an equal `sharing_key` share; with None: with nobody.
     """
 
-    def __init__(self, keys: Mapping[RunningSequence, Hashable]) -> None:
-        self._keys = keys
+    def __init__(self) -> None:
         self._begun: set[RunningSequence] = set()
         self._read = PrefixIndex[RunningSequence]()
         self._reading = PrefixIndex[RunningSequence]()
@@ -88,11 +87,11 @@ class SharedTexts:
     def begin(self, seq: RunningSequence, ids: Sequence[int]) -> None:
         """A row begins to read `ids`."""
         self._begun.add(seq)
-        self._reading.put(seq, self._keys[seq], ids)
+        self._reading.put(seq, seq.sharing_key, ids)
 
     def hold(self, seq: RunningSequence, ids: Sequence[int], *, done: bool) -> None:
         """A row has read `ids`; `done`: nobody waits for more."""
-        self._read.put(seq, self._keys[seq], ids)
+        self._read.put(seq, seq.sharing_key, ids)
         if done:
             self._reading.drop(seq)
 
@@ -104,14 +103,14 @@ class SharedTexts:
 
     def read_by_others(self, seq: RunningSequence, ids: Sequence[int]) -> tuple[RunningSequence | None, int]:
         """The sequence whose read text begins most like `ids`, and how many tokens they share, later ones included."""
-        other, length = self._read.find(self._keys[seq], ids)
+        other, length = self._read.find(seq.sharing_key, ids)
         if other is not None:
             length += common_length(ids[length:], other.text_ids[length:])  # what the other has written since
         return other, length
 
     def being_read(self, seq: RunningSequence, ids: Sequence[int]) -> tuple[RunningSequence | None, int]:
         """`read_by_others` for texts that are being read."""
-        return self._reading.find(self._keys[seq], ids)
+        return self._reading.find(seq.sharing_key, ids)
 
 
 class PrefixCache:

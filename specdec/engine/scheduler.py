@@ -46,10 +46,9 @@ class Scheduler:
         self._requests, self._guard = drafts.requests, drafts.guard
         self.prefilling: list[RunningSequence] = []
         self._others_first = False
-        self._keys = drafts.keys
         # by source: the sequences without a row whose prompts are copies
         self._copies: dict[Hashable, set[RunningSequence]] = defaultdict(set)
-        self._texts = SharedTexts(self._keys)
+        self._texts = SharedTexts()
         # tokens of saved texts that drafts continue, until they read on
         self._continued: dict[RunningSequence, int] = {}
 
@@ -64,10 +63,10 @@ class Scheduler:
             for row_seq in seq.batch_seqs:
                 if row_seq.context is not None and row_seq.context.epoch != self._epoch:
                     row_seq.context = None  # made before the model changed
-                self._keys[row_seq] = row_seq.context if self._shares else None
+                row_seq.sharing_key = row_seq.context if self._shares else None
             if not request.traced and seq.embeds is None and seq.unconditional is None:
                 self._copies[seq.task.source].add(seq)
-                self._keys[seq] = self._keys[seq] or seq.task.source
+                seq.sharing_key = seq.sharing_key or seq.task.source
         self.prefilling += request.seqs
 
     def next_prompts(self, running: Sequence[RunningSequence]) -> Parts:
@@ -244,7 +243,6 @@ class Scheduler:
         for row_seq in row_seqs:
             row_seq.cache_row = None
             self._texts.drop(row_seq)
-            self._keys.pop(row_seq, None)
             self._copies[row_seq.task.source].discard(row_seq)
             if not self._copies[row_seq.task.source]:
                 del self._copies[row_seq.task.source]

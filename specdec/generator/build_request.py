@@ -60,27 +60,29 @@ class ScheduledDraft:
         """The language models of the draft."""
         return () if self.draft is None else self.draft.models
 
-    def pacing(self, options: Options, *, predicted: bool = False, **how: Any) -> Pacing:
-        """The pacing of a request: a new one, or its family's where the schedule learns; `how`: see `make_schedule`.
+    def pacing(self, options: Options, *, predicted: bool = False, lookup_tokens: int | None = None) -> Pacing:
+        """The pacing of a request: a new one, or its family's where the schedule learns.
 
-        Calls whose texts are `predicted` learn apart: their drafts are right far more often.
+        Calls whose texts are `predicted` learn apart: their drafts are right far more often. `lookup_tokens`: as in
+        `make_schedule`.
 
         A new schedule of a family begins with what the family's last one has learned in the same backends, here or in
         an earlier program.
         """
-        kind = schedule_kind(options)
+        kind, draft, target = schedule_kind(options), self.draft, self.target
+        trees = draft is not None and draft.guesses_trees and target.capability.cache_kind == "kv"
+        make = partial(make_schedule, options, offloaded=target.is_offloaded, trees=trees, lookup_tokens=lookup_tokens)
         if kind is None or not kind.learns:
-            return Pacing(make_schedule(options, **how))
+            return Pacing(make())
         of_options = (*options.family, "predicted") if predicted else options.family
-        family = (of_options, *(model.backend for model in (self.target, *self.models)))
+        family = (of_options, *(model.backend for model in (target, *self.models)))
         key = (kind, family, options.num_assistant_tokens)
         with self._lock:
             pacing, last = self._pacings.get(key), self._last.get(family)
-            file = cost_files.place(self.target, self.draft, of_options) if last is None else last[0]
+            file = cost_files.place(target, draft, of_options) if last is None else last[0]
             if pacing is None or not pacing.users:
-                odds = cost_files.odds_of(self.draft)
-                learned = cost_files.read_costs(file, odds) if last is None else last[1].schedule
-                schedule = make_schedule(options, learned=learned, **how)
+                learned = cost_files.read_costs(file, cost_files.odds_of(draft)) if last is None else last[1].schedule
+                schedule = make(learned=learned)
                 pacing = self._pacings.setdefault(key, Pacing(schedule))
                 pacing.schedule = schedule
             self._last[family] = file, pacing
@@ -233,19 +235,17 @@ class Call:
             o,
             prompt_length=len(prompt.tokens) + prompt.padding,
             padding=prompt.padding,
-            eos_ids=o.eos_ids,
             encoder_ids=None if source is None else torch.tensor([source]),
             extra=extra,
             prefix_allowed_tokens_fn=self.extras.prefix_allowed_tokens_fn,
             row=row,
-            vocab_size=self.target.config.vocab_size,
-            width=self.target.vocab_size,
+            vocab_size=self.target.vocab_size,
+            watermark_size=self.target.config.vocab_size,
         )
         setup = StrategySetup(
             options=o,
             processors=processors,
             stop=stop,
-            width=self.target.vocab_size,
             seed=seed,
             prompt=[*self.prompts.padded[row, : prompt.padding].tolist(), *prompt.tokens],
             padding=prompt.padding,

@@ -247,8 +247,6 @@ class SpecGenerator:
             pacing = scheduled.pacing(
                 options,
                 predicted=extras.prediction is not None,
-                offloaded=self.target.is_offloaded,
-                trees=draft is not None and draft.guesses_trees and self.target.capability.cache_kind == "kv",
                 lookup_tokens=names.get("prompt_lookup_num_tokens"),
             )
             return Call(

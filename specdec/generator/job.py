@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from specdec.core.draft_schedules.cost import Cost
-from specdec.core.outcome import Round, SequenceRound
+from specdec.core.draft_schedules.savings import Savings
+from specdec.core.outcome import SequenceRound
 from specdec.core.sequence import RunningSequence
 from specdec.core.stats import Stats, total
 from specdec.core.tree import Step
@@ -59,10 +59,7 @@ class Job:
         self._turn, self._stream = threading.Lock(), False  # held by a follower; whether deltas are streamed
         self._rounds: dict[int, list[SequenceRound]] = {}  # by sequence
         self._phases: dict[str, Any] = dict.fromkeys(_PHASES, 0.0)
-        self._plain_rounds = Counter[int]()  # they would replace rounds with a draft; by the sequences that share them
-        self._drafted_seconds = 0.0
-        self._passes = Counter[int]()  # of rounds with a draft, by their nodes
-        self._pass_seconds = 0.0
+        self._savings = Savings()
         self._began = 0.0
         self._seconds: float | None = None  # the time that it ran, once it has ended
         self._result: Generation | None = None
@@ -133,7 +130,7 @@ class Job:
             round_ = self._request.rounds.popleft()
             for phase in _PHASES:
                 self._phases[phase] += getattr(round_, phase)
-            self._note_draft(round_)
+            self._savings.add(round_)
             for seq in round_.seqs:
                 self._rounds.setdefault(seq.id, []).append(seq)
             if not self._stream and streamer is None:
@@ -210,28 +207,6 @@ class Job:
             out.decode(call.extras.tokenizer, o.cut_before)
         return out
 
-    def _note_draft(self, round_: Round) -> None:
-        """Notes the seconds that a round took for its draft, and the plain rounds that would bring as many tokens."""
-        if any(seq.prefill for seq in round_.seqs) or not any(seq.depth for seq in round_.seqs):
-            self._drafted_seconds += round_.draft_seconds
-            return
-        self._drafted_seconds += round_.seconds
-        self._passes[round_.nodes] += 1
-        self._pass_seconds += round_.verify_seconds + round_.select_seconds
-        longest = max(len(seq.steps) for seq in round_.seqs)
-        self._plain_rounds[len(round_.seqs) + len(round_.others)] += longest
-
-    @property
-    def _saved_seconds(self) -> float:
-        schedule = self.call.pacing.schedule
-        if self.call.draft is None or not isinstance(schedule, Cost) or not schedule.seconds.plain.weight:
-            return 0.0
-        seconds = schedule.seconds
-        plain = sum(seconds.plain_round(seqs) * rounds for seqs, rounds in self._plain_rounds.items())
-        usual = sum(seconds.passes.at(nodes) * count for nodes, count in self._passes.items())
-        # Beside other programs, plain rounds would have taken longer, too.
-        return plain * (self._pass_seconds / usual if usual else 1.0) - self._drafted_seconds
-
     def _stats(
         self, per_row: Sequence[Stats], seconds: float, new: Sequence[list[int]], reasons: Sequence[str]
     ) -> Stats:
@@ -257,7 +232,7 @@ class Job:
             per_row=per_row,
             settings=settings,
             exactness=call.exactness,
-            saved_seconds=self._saved_seconds,
+            saved_seconds=0.0 if draft is None else self._savings.by(call.pacing.schedule),
             **self._phases,
         )
 

@@ -28,6 +28,7 @@ _NEAR = 0.85  # the same, in one text
 _WAIT = 4  # tokens of a text in which copies may show themselves
 _MATCHES = (4, 8, 16, 32)  # tokens, matched, after which copies may take over from a chain
 _FEW = 32  # tokens that a pass reads beside a guess
+_LONGEST = 32  # guesses that a chain has at most, as is expected
 
 
 @dataclass
@@ -92,7 +93,7 @@ class HybridProposer(WrappedProposer):
         self._last: dict[int, tuple[int, Tree | None, Tree]] = {}  # lengths of texts, the model's trees, the copies
         self._copies: dict[int, Tree] = {}  # this round's, until they are proposed
         self._chosen: dict[int, Budget] = {}  # by the ids of those that prefer the model in this round
-        self._copied: dict[int, float] = {}  # the share of the text's last tokens that were copies
+        self._copy_shares: dict[int, float] = {}  # of a text's last tokens, how many were copies
 
     def begin_round(self, seqs: Sequence[SequenceView], budgets: Sequence[Budget]) -> Collection[int]:
         """Chooses who copies and for whom the model guesses."""
@@ -151,7 +152,7 @@ class HybridProposer(WrappedProposer):
             odds.copied = _LONG**count * odds.copied + hits
             odds.new = _LONG**count * odds.new + count
             near = _NEAR**count
-            self._copied[seq.id] = near * self._copied.get(seq.id, 0.0) + (1 - near) * hits / max(count, 1)
+            self._copy_shares[seq.id] = near * self._copy_shares.get(seq.id, 0.0) + (1 - near) * hits / max(count, 1)
             if guess:
                 odds.acceptance = odds.acceptance.after(*guess.tested(guess.follow(new), count))
             elif guess is None and gap:
@@ -165,8 +166,8 @@ class HybridProposer(WrappedProposer):
     def drop(self, seq_ids: Sequence[int]) -> None:
         for seq_id in seq_ids:
             self._last.pop(seq_id, None)
-            self._copied.pop(seq_id, None)
-        if not self._copied:
+            self._copy_shares.pop(seq_id, None)
+        if not self._copy_shares:
             self._ended = None  # until the next call, no time is a gap
         self._text.drop(seq_ids)
         super().drop(seq_ids)
@@ -180,7 +181,8 @@ class HybridProposer(WrappedProposer):
         Where no copies are right, decoding is as fast as the model makes it, however fast it is elsewhere.
         """
         share, node = max(self._odds.share, budget.pass_cost / count / budget.pace), budget.node_cost / budget.pace
-        alone, copied = _pace(self._odds.acceptance.mean, share + node, budget.limit), self._copied.get(seq.id, 0.0)
+        alone = _pace(self._odds.acceptance.mean, share + node, budget.limit)
+        copied = self._copy_shares.get(seq.id, 0.0)
         pace = 1 / ((1 - copied) / alone + copied / max(budget.pace, alone))
         return pace * share, pace * node
 
@@ -212,7 +214,7 @@ class HybridProposer(WrappedProposer):
         save meanwhile.
         """
         odds, gap = self._odds, self._odds.gap or 1.0
-        share, most = odds.share + budget.node_cost / budget.pace, min(seq.remaining, _FEW)
+        share, most = odds.share + budget.node_cost / budget.pace, min(seq.remaining, _LONGEST)
         best = gap / _pace(odds.acceptance.hoped, share, most)
         without = odds.seconds / odds.tokens if odds.tokens else gap
         reading = unread * (gap / _FEW if odds.reading is None else odds.reading)

@@ -54,6 +54,11 @@ def tried(schedule: Any, rounds: int, most: int, cost: float, accepted: int = 0,
     return schedule
 
 
+def following(schedule: Cost, **setup: Any) -> Cost:
+    """The schedule of the next request of the same family."""
+    return Cost.of(ScheduleSetup(**{"trees": False, "learned": schedule, **setup}))
+
+
 def waited(schedule: Any, seconds: float = 1.0) -> int:
     """The rounds without a draft until one is tried again."""
     for idle in range(5000):
@@ -191,7 +196,7 @@ def test_cost_tries_again_in_short_calls(hidden: float) -> None:
     schedule: Any = Cost()
     drafted = 0
     for turn in range(40):
-        good, schedule = turn >= 10, schedule.fresh(32)
+        good, schedule = turn >= 10, following(schedule)
         for _ in range(24):
             k = min(limit(schedule), 3)
             seconds, more = (0.1 * k, 1.0), 0.0 if good else hidden * bool(k)
@@ -228,7 +233,7 @@ def test_a_dear_look_is_a_rare_one(reading: float, right: int, least: int, most:
 
     So it does where a guess was right. (Sixteen texts were read again every 16 rounds, at five rounds' cost.)
     """
-    schedule = replace(tried(Cost(), 12, 1, 0.2), acceptance=Acceptance(levels=200.0)).fresh(32)
+    schedule = following(replace(tried(Cost(), 12, 1, 0.2), acceptance=Acceptance(levels=200.0)))
     row = replace(outcome(1, right, confidence=[0.5]).seqs[0], prefill=True)
     assert least <= waited(schedule.after(Round([row], 2, 0.2 + reading, 1.0, 0.0, 1.2 + reading))) <= most
 
@@ -260,7 +265,7 @@ def test_cost_judges_a_batch_as_a_batch() -> None:
     rng = random.Random(0)
     schedule: Any = Cost()
     for rows in (1, 1, 8):
-        schedule, drafted = schedule.fresh(32), 0
+        schedule, drafted = following(schedule), 0
         for _ in range(20):
             schedule, made = played(schedule, rng, 0.8, 0.1, 0.05, rows=rows)
             drafted += made.draft_seconds > 0
@@ -507,9 +512,9 @@ def test_trees_only_where_nodes_cost_little(node: float, branches: int) -> None:
     (budget,) = cost.budgets([Key(0)])
     assert budget.limit == 16
     assert budget.branches == branches
-    (asked,) = cost.fresh(16, branches=3, widest=8).budgets([Key(0)])
+    (asked,) = following(cost, tokens=16, branches=3, trees=True).budgets([Key(0)])
     assert asked.branches == 3
-    (search,) = cost.fresh(16).budgets([Key(0)])
+    (search,) = following(cost, tokens=16).budgets([Key(0)])
     assert search.branches is None
 
 
@@ -538,7 +543,7 @@ def test_trees_grow_step_by_step(seen: float, branches: int, deep: int) -> None:
 
 def test_offloaded_weights_are_worth_long_drafts_from_the_beginning() -> None:
     """Before anything was measured, a draft for a target in memory stops sooner than one for weights on disk."""
-    (near,), (far,) = (Cost().fresh(32, offloaded=far).budgets([Key(0)]) for far in (False, True))
+    (near,), (far,) = (following(Cost(), offloaded=far).budgets([Key(0)]) for far in (False, True))
     assert len(chain(near)) < 4
     assert len(chain(far)) > 2 * len(chain(near))
 
@@ -638,7 +643,7 @@ def test_a_hard_part_after_an_easy_one_is_no_verdict() -> None:
     """A signature that is copied, then a sentence that is not: drafting pays. (It was given up in every sentence.)"""
     cost, lost = Cost(), 0
     for _ in range(20):
-        cost = cost.fresh(32)
+        cost = following(cost)
         for drafted, accepted in [(8, 8), (8, 7), *[(1, 0)] * 20]:
             (budget,) = cost.budgets([Key(0)])
             lost += cost.pause.is_suspension
@@ -708,9 +713,9 @@ def test_a_stall_in_the_first_draft_pass_stops_no_drafting() -> None:
 def test_the_default_takes_along_what_it_learned() -> None:
     """The next request of the family begins with the measured costs."""
     learned = tried(Auto.of(ScheduleSetup(trees=False)), 6, 5, cost=0.05, accepted=5)
-    following = Auto.of(ScheduleSetup(trees=False, learned=learned))
-    assert following.seconds.passes == learned.seconds.passes
-    assert limit(following) == Cost().k
+    later = Auto.of(ScheduleSetup(trees=False, learned=learned))
+    assert later.seconds.passes == learned.seconds.passes
+    assert limit(later) == Cost().k
 
 
 def test_a_stall_in_a_wider_pass_makes_no_node_dear() -> None:

@@ -50,7 +50,7 @@ def theirs(model, config, prompt, *, padding=0) -> StockList:
 def ours(config, prompt, *, padding=0, **more) -> Processors:
     fields = {name: value for name in Options.model_fields if (value := getattr(config, name, None)) is not None}
     setup = {"prompt_length": prompt.shape[1], "padding": padding, "encoder_ids": prompt[:, padding:]}
-    return build_processors(Options(**fields), eos_ids=EOS, **setup, **more)
+    return build_processors(Options(**fields, eos_token_id=EOS), **setup, **more)
 
 
 def texts(padding: int, seed: int = 0):

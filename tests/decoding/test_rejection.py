@@ -60,7 +60,7 @@ def test_law_after_processors_that_read_the_prefix(monkeypatch, kind) -> None:
         return processors(torch.tensor([prefix]), logits[None])[0]
 
     branching = Branching(monkeypatch)
-    law = law_of(branching, lambda: decode(kind(processors, 0, width=4), target, draft, length=3, k=2)[0])
+    law = law_of(branching, lambda: decode(kind(processors, 0), target, draft, length=3, k=2)[0])
     assert_law(law, target_law(target, 3, processed))
 
 
@@ -129,7 +129,7 @@ def test_law_is_the_targets(monkeypatch, kind, draft, branches) -> None:
     length = 3 if branches < 3 else 2
 
     def play():
-        selector = kind(NOTHING, 0, width=V)
+        selector = kind(NOTHING, 0)
         if branches == 1:
             return decode(selector, TARGET, DRAFTS[draft], length=length, k=2)[0]
         guesses = lambda row, k: sprout(selector.sampler, row, DRAFTS[draft], k, branches)  # noqa: E731
@@ -154,7 +154,7 @@ def test_law_where_branches_run_out_of_tokens(monkeypatch, kind, vocab, depth, b
         return logits.masked_fill(logits < logits.max() - margin, -torch.inf)
 
     def play():
-        selector, row = kind(NOTHING, 0, width=vocab), FakeSequence([0])
+        selector, row = kind(NOTHING, 0), FakeSequence([0])
         tree = sprout(selector.sampler, row, narrow, depth, branches)
         trees[tuple(tree.tokens), tuple(tree.parents)] = tree
         return tuple(walk(selector, row, verify(row, tree, target))[0])
@@ -192,7 +192,7 @@ def continued(law, target, length) -> dict[tuple[int, ...], float]:
 
 def test_draws_that_do_not_pay_are_not_made() -> None:
     """A budget may forbid a draw by its odds alone; no drawn node is missing from the tree."""
-    sampler, row = Rejection(NOTHING, 0, width=V).sampler, FakeSequence([0])
+    sampler, row = Rejection(NOTHING, 0).sampler, FakeSequence([0])
     assert len(sprout(sampler, row, TARGET, 1, 3, least=0.1)) == 2  # a third child is accepted in 6% of cases at best
     assert len(sprout(sampler, row, TARGET, 1, 3, least=0.0)) == 3
     assert not sprout(sampler, row, TARGET, 1, 3, least=0.9).tokens
@@ -203,7 +203,7 @@ def accepted(monkeypatch, kind, draft, k: int = 3, branches: int = 1) -> float:
     branching = Branching(monkeypatch)
 
     def play():
-        selector, row = kind(NOTHING, 0, width=V), FakeSequence([0])
+        selector, row = kind(NOTHING, 0), FakeSequence([0])
         sampler = selector.sampler
         tree = propose(sampler, row, draft, k) if branches == 1 else sprout(sampler, row, draft, k, branches)
         return walk(selector, row, verify(row, tree, TARGET))[1]
@@ -250,7 +250,7 @@ def test_chances_of_a_perfect_path_are_one() -> None:
 
 def test_draft_is_warped_once() -> None:
     """q is the draft's softmax after one pass of the processors, not two (T, not T squared)."""
-    sampler = Rejection(Processors((TemperatureLogitsWarper(2.0),)), 0, width=4).sampler
+    sampler = Rejection(Processors((TemperatureLogitsWarper(2.0),)), 0).sampler
     logits = torch.randn(4)
     token, sure, q = sampler.pick(FakeSequence([0]), [], logits)
     torch.testing.assert_close(q, (logits / 2).softmax(-1))
@@ -280,7 +280,7 @@ def test_block_goes_on_when_its_last_token_is_the_drafts(monkeypatch) -> None:
 @pytest.mark.parametrize("kind", [Rejection, Block])
 def test_long_chains_are_accepted_whole(kind) -> None:
     """1,200 tokens of a perfect draft. (Block verification went down one call per token: RecursionError.)"""
-    selector, row = kind(NOTHING, 0, width=V), FakeSequence([0])
+    selector, row = kind(NOTHING, 0), FakeSequence([0])
     ragged = lambda prefix: torch.zeros(V)  # noqa: E731
     scores = verify(row, propose(selector.sampler, row, ragged, 1200), ragged)
     assert walk(selector, row, scores)[1] == 1200

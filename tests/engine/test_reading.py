@@ -51,7 +51,8 @@ class Reader:
         self.proposer = self.opened.proposer
 
     def propose(self, rows: Sequence[Any], budgets: Sequence[Budget]) -> list[Tree]:
-        self.scheduler._keys.update({row: row.task.source for row in rows})
+        for row in rows:
+            row.sharing_key = row.task.source
         self.drafts.num_read.clear()
         trees = self.drafts.ask(self.opened, dict(zip(rows, budgets, strict=True)), self.scheduler.catch_up)
         return [trees.get(row.id, EMPTY) for row in rows]

@@ -65,21 +65,19 @@ def choosing(width: int) -> dict[str, GreedySampler]:
     other_order = Top(p=0.9), Top(5), TemperatureLogitsWarper(2.0), Top(p=0.5, min_tokens_to_keep=3)
     stamps = Suppress([3, 40]), SuppressAtBegin([20], 2), Timestamps(35, 2, 30, most_initial=9)
     return {
-        "likeliest": GreedySampler(Processors(), width),
-        "suppressed": GreedySampler(Processors((Suppress([1, 2, 49, 50, width]), MinLength(2, [30]))), width),
-        "repetitions": GreedySampler(Processors((RepetitionPenaltyLogitsProcessor(5.0), Suppress([4]))), width),
-        "drawn": CoupledSampler(Processors(), width, seed=3),
-        "top-k": CoupledSampler(Processors((TemperatureLogitsWarper(0.7), Top(9))), width, seed=5),
-        "top-p": CoupledSampler(Processors((Top(p=0.8),)), width, seed=6),
-        "warped": CoupledSampler(Processors(warpers), width, seed=4),
-        "begin and length": GreedySampler(Processors((SuppressAtBegin([*range(20)], 14), MinLength(15, [30]))), width),
-        "other order": CoupledSampler(Processors(other_order), width, seed=8),
-        "timestamps": GreedySampler(Processors(stamps), width),
-        "timestamps drawn": CoupledSampler(Processors(stamps), width, seed=1),
-        "timestamps in order": CoupledSampler(
-            Processors((Timestamps(35, 2, 30, by_probability=False),)), width, seed=9
-        ),
-        "distributions": DrawnSampler(Processors(warpers), width, seed=1),
+        "likeliest": GreedySampler(Processors()),
+        "suppressed": GreedySampler(Processors((Suppress([1, 2, 49, 50, width]), MinLength(2, [30])))),
+        "repetitions": GreedySampler(Processors((RepetitionPenaltyLogitsProcessor(5.0), Suppress([4])))),
+        "drawn": CoupledSampler(Processors(), seed=3),
+        "top-k": CoupledSampler(Processors((TemperatureLogitsWarper(0.7), Top(9))), seed=5),
+        "top-p": CoupledSampler(Processors((Top(p=0.8),)), seed=6),
+        "warped": CoupledSampler(Processors(warpers), seed=4),
+        "begin and length": GreedySampler(Processors((SuppressAtBegin([*range(20)], 14), MinLength(15, [30])))),
+        "other order": CoupledSampler(Processors(other_order), seed=8),
+        "timestamps": GreedySampler(Processors(stamps)),
+        "timestamps drawn": CoupledSampler(Processors(stamps), seed=1),
+        "timestamps in order": CoupledSampler(Processors((Timestamps(35, 2, 30, by_probability=False),)), seed=9),
+        "distributions": DrawnSampler(Processors(warpers), seed=1),
     }
 
 

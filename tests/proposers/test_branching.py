@@ -19,7 +19,7 @@ from tests.proposers.fakes import FakeSequence, take, task
 from tests.tiny import tiny
 
 NOTHING = Processors()
-SAMPLER = Greedy(NOTHING, width=64).sampler
+SAMPLER = Greedy(NOTHING).sampler
 TASK = task(SAMPLER)
 Path = tuple[int, ...]
 
@@ -211,7 +211,7 @@ def test_chains_and_trees_in_turn(name: str) -> None:
             session.drop([rows.pop(0).id])
 
 
-@pytest.mark.parametrize("sampler", [SAMPLER, Coupled(NOTHING, 3, width=64).sampler])
+@pytest.mark.parametrize("sampler", [SAMPLER, Coupled(NOTHING, 3).sampler])
 def test_a_tree_begins_as_the_chain_does(sampler: Sampler) -> None:
     """With the same node, also where guesses repeat the target's noise."""
     draft = ModelDraft(LanguageModel(tiny("llama")))

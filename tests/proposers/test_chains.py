@@ -106,7 +106,7 @@ def test_a_chain_ends_where_its_tokens_stand_in_the_text(number: int) -> None:
     goes on there.)
     """
     text = [*random.Random(4).choices(range(3, WIDTH), k=400), 7, 3]
-    row = FakeSequence(text, task=task(GreedySampler(Processors(), WIDTH)))
+    row = FakeSequence(text, task=task(GreedySampler(Processors())))
     [whole], *ended = (
         opened(models("llama")[number]).propose([row], [replace(Budget.sure(20), match=match)]) for match in range(4)
     )
@@ -120,7 +120,7 @@ def test_a_chain_ends_where_its_tokens_stand_in_the_text(number: int) -> None:
 
 def test_no_guess(monkeypatch: pytest.MonkeyPatch) -> None:
     """A draft that overflowed proposes what it had before, and then as ever."""
-    row, chain = FakeSequence([7, 3], task=task(GreedySampler(Processors(), WIDTH))), KvSession.draft_chain
+    row, chain = FakeSequence([7, 3], task=task(GreedySampler(Processors()))), KvSession.draft_chain
 
     def overflowing(self: KvSession, *given: Any) -> Chained:
         chained = chain(self, *given)
@@ -145,13 +145,13 @@ class Contrary(GreedySampler):
 
 
 ASKED = {
-    "own code": GreedySampler(Processors((lambda ids, logits: logits,)), 50),
-    "own sampler": Contrary(Processors(), 50),
-    "typical": GreedySampler(Processors((stock.TypicalLogitsWarper(0.9),)), 50),
-    "least probability": GreedySampler(Processors((stock.MinPLogitsWarper(0.1),)), 50),
-    "repetitions": GreedySampler(Processors((stock.RepetitionPenaltyLogitsProcessor(1.5, 1),)), 50),
-    "one of two": GreedySampler(Processors((Suppress([4]), OutputPenalty(1, 0.5, 0.5))), 50),
-    "after the begin": GreedySampler(Processors((Timestamps(40, 3, 30),)), 50),
+    "own code": GreedySampler(Processors((lambda ids, logits: logits,))),
+    "own sampler": Contrary(Processors()),
+    "typical": GreedySampler(Processors((stock.TypicalLogitsWarper(0.9),))),
+    "least probability": GreedySampler(Processors((stock.MinPLogitsWarper(0.1),))),
+    "repetitions": GreedySampler(Processors((stock.RepetitionPenaltyLogitsProcessor(1.5, 1),))),
+    "one of two": GreedySampler(Processors((Suppress([4]), OutputPenalty(1, 0.5, 0.5)))),
+    "after the begin": GreedySampler(Processors((Timestamps(40, 3, 30),))),
     "no say": None,
 }
 
@@ -159,7 +159,7 @@ ASKED = {
 @pytest.mark.parametrize("sampler", ASKED.values(), ids=ASKED)
 def test_who_must_be_asked(sampler: GreedySampler | None, chains: list[int]) -> None:
     """Samplers that numbers do not say, for all rows of the round."""
-    proposer, plain = opened(models("llama")[1]), GreedySampler(Processors(), WIDTH)
+    proposer, plain = opened(models("llama")[1]), GreedySampler(Processors())
     rows = [FakeSequence([7, 3], task=task(sampler)), FakeSequence([4, 8], 1, task=task(plain))]
     assert all(tree.tokens for tree in proposer.propose(rows, [Budget.sure(5)] * 2))
     assert not chains
@@ -170,17 +170,17 @@ def test_what_numbers_say() -> None:
     row = FakeSequence([7, 3, 9], prompt_length=1)
     over = Processors((SuppressAtBegin([3], 2), MinLength(3, [3]), Suppress([5, 4, -1]), Top(p=0.5)))
     said = [Filter("suppress", (0, math.inf, 4, 5)), Filter("top", (0, 0.5, 1))]
-    assert GreedySampler(over, 50).choice(row) == Choice(said)
-    repeated = GreedySampler(Processors((stock.RepetitionPenaltyLogitsProcessor(1.5),)), 50)
+    assert GreedySampler(over).choice(row) == Choice(said)
+    repeated = GreedySampler(Processors((stock.RepetitionPenaltyLogitsProcessor(1.5),)))
     assert repeated.choice(FakeSequence([7, 3, 9, 7])) == Choice([Filter("repetition", (1.5, 3, 7, 9))])
     begin = Processors((SuppressAtBegin([3], 5), MinLength(4, [2])))
     said = [Filter("suppress", (2, 3, 3)), Filter("suppress", (0, 1, 2))]
-    assert GreedySampler(begin, 50).choice(row) == Choice(said)
+    assert GreedySampler(begin).choice(row) == Choice(said)
     for text, newest, last in (([7, 3], -1, ()), ([7, 3, 41, 5, 6], 41, (5, 6)), ([7, 3, 42], 42, (42,))):
-        stamps = GreedySampler(Processors((Timestamps(40, 2, 30),)), 50).choice(FakeSequence(text))
+        stamps = GreedySampler(Processors((Timestamps(40, 2, 30),))).choice(FakeSequence(text))
         assert stamps == Choice([Filter("timestamps", (40, 30, -1, True, newest, *last))])
-    drawn = CoupledSampler(Processors((TemperatureLogitsWarper(0.5), Top(7))), 50, seed=2).choice(row)
+    drawn = CoupledSampler(Processors((TemperatureLogitsWarper(0.5), Top(7))), seed=2).choice(row)
     said = [Filter("temperature", (0.5,)), Filter("top", (7, 1.0, 1))]
     assert drawn == Choice(said, noise.key(2, noise.COUPLED), 2)
-    own = DrawnSampler(Processors(), 50, seed=2).choice(row)
+    own = DrawnSampler(Processors(), seed=2).choice(row)
     assert own == Choice([], noise.key(2, noise.DRAFT, 2), 0)

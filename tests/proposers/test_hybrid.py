@@ -176,7 +176,7 @@ def test_a_chain_goes_on_with_copies(clock: Clock, before: bool) -> None:
         model = Counting(clock)
         session = HybridDraft(SuffixDraft(), ModelDraft(model)).start(50)
         budget = Budget(30, None, (0.5,), (0.9, 0.9), (0.0, 0.0), later=0.9, pass_cost=0.5, siblings=siblings)
-        seq = FakeSequence([*range(10, 45), 5, 9] if before else [5, 9], task=task(GreedySampler(Processors(), 50)))
+        seq = FakeSequence([*range(10, 45), 5, 9] if before else [5, 9], task=task(GreedySampler(Processors())))
         seq.prediction = None if before else [*range(10, 45)]
         [tree] = session.propose([seq], [budget])
         [path] = [tree.path(node) for node in range(len(tree)) if len(tree.path(node)) == tree.depth]
@@ -204,7 +204,7 @@ def test_a_chain_goes_on_where_no_copy_would(clock: Clock) -> None:
         session = HybridDraft(draft, ModelDraft(Cycling(clock))).start(50)
         odds = session._odds
         odds.acceptance, odds.passes, odds.gap = right, LinearFit().add(1, 0.01), 1.0
-        seq = FakeSequence(text, task=task(GreedySampler(Processors(), 50)))
+        seq = FakeSequence(text, task=task(GreedySampler(Processors())))
         [tree] = session.propose([seq], [budget])
         assert (len(tree), tree.source) == (30, "model")
 
@@ -275,7 +275,7 @@ def test_copies_price_the_model_only_where_they_are(clock: Clock, copied: float,
     model.seconds, draft = 0.3, HybridDraft(SuffixDraft(), ModelDraft(model))
     draft.odds.acceptance, draft.odds.gap = right, 1.0
     session = draft.start(50)
-    session._copied[seq.id] = copied
+    session._copy_shares[seq.id] = copied
     [tree] = session.propose([seq], [right.budget(6, 1.8, 0.3, pace=6.0)])
     assert len(tree) == count
 

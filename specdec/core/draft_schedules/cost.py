@@ -9,7 +9,7 @@ and where drafting lost though it was to pay, it waits (`Pause`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from specdec.core.budget import SIBLINGS, Budget
@@ -60,7 +60,7 @@ class Cost:
     trees with up to `widest` branches where target passes are dear beside nodes and draft passes, and chains elsewhere.
     `offloaded`: a target pass reads weights that are not in memory.
 
-    The other fields are what was learned; `after` adds to it, and `fresh` takes it along to the next request. `tokens`:
+    The other fields are what was learned; `after` adds to it, and `of` takes it along to the next request. `tokens`:
     what all sequences gained of late; `plain_tokens`: what plain rounds gain in the same seconds.
     """
 
@@ -82,11 +82,22 @@ class Cost:
 
     @classmethod
     def of(cls, setup: ScheduleSetup) -> Self:
-        """A schedule that begins with what the last request of the same family learned."""
-        k = setup.tokens_or(cls.k)
-        widest = max(min(WIDEST, MOST_NODES // k), 1) if setup.trees else None
-        learned = cls()._with(**vars(setup.learned)) if isinstance(setup.learned, Cost) else cls()
-        return learned.fresh(k, setup.branches, widest, offloaded=setup.offloaded)
+        """It begins with what the last request of its family learned, and little of that one's rate: texts differ."""
+        k, last = setup.tokens_or(cls.k), setup.learned if isinstance(setup.learned, Cost) else cls()
+        passes, prior = last.seconds.passes, _OFFLOADED if setup.offloaded else _IN_MEMORY
+        if not passes.weight:
+            passes = LinearFit(steepness=prior.steepness, trust=prior.trust)
+        return cls(
+            k=k,
+            branches=setup.branches,
+            widest=max(min(WIDEST, MOST_NODES // k), 1) if setup.trees else None,
+            offloaded=setup.offloaded,
+            acceptance=last.acceptance,
+            seconds=last.seconds._replace(passes=passes, other_seqs=0, drafting_seqs=0),
+            pause=last.pause.fresh(),
+            tokens=_CARRIED * last.tokens,
+            plain_tokens=_CARRIED * last.plain_tokens,
+        )
 
     @property
     def max_tokens(self) -> int:
@@ -95,24 +106,6 @@ class Cost:
     @property
     def max_branches(self) -> int:
         return self.branches or self.widest or 1
-
-    def fresh(self, k: int, branches: int | None = None, widest: int | None = None, *, offloaded: bool = False) -> Self:
-        """All that was learned, for a request with these bounds; little of the last rate, since texts differ."""
-        prior = _OFFLOADED if offloaded else _IN_MEMORY
-        passes = self.seconds.passes
-        if not passes.weight:
-            passes = LinearFit(steepness=prior.steepness, trust=prior.trust)
-        return replace(
-            self,
-            k=k,
-            branches=branches,
-            widest=widest,
-            offloaded=offloaded,
-            seconds=self.seconds._replace(passes=passes, other_seqs=0, drafting_seqs=0),
-            pause=self.pause.fresh(),
-            tokens=_CARRIED * self.tokens,
-            plain_tokens=_CARRIED * self.plain_tokens,
-        )
 
     # deciding
 

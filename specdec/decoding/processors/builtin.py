@@ -193,13 +193,13 @@ class RowPrefix:
 class EncoderPenalty(stock.EncoderRepetitionPenaltyLogitsProcessor):  # type: ignore[misc]
     """transformers' penalty for repeating encoder ids, with one copy of them for any number of the row's texts.
 
-    Ids beyond `width` have no penalty, since the decoder cannot write them.
+    Ids beyond `vocab_size` have no penalty, since the decoder cannot write them.
     """
 
     stands_for = stock.EncoderRepetitionPenaltyLogitsProcessor
 
-    def __init__(self, penalty: float, ids: Tensor, width: float = math.inf) -> None:
-        super().__init__(penalty, ids[ids < width][None])
+    def __init__(self, penalty: float, ids: Tensor, vocab_size: float = math.inf) -> None:
+        super().__init__(penalty, ids[ids < vocab_size][None])
 
     def __call__(self, ids: Tensor | None, logits: Tensor) -> Tensor:
         """`logits` `[n, vocab]` with the penalty; `ids` do not matter."""
@@ -207,11 +207,11 @@ class EncoderPenalty(stock.EncoderRepetitionPenaltyLogitsProcessor):  # type: ig
 
 
 class EncoderNgrams(stock.EncoderNoRepeatNGramLogitsProcessor):  # type: ignore[misc]
-    """transformers' ban of the encoder's n-grams, except n-grams that end in ids beyond `width`, which never follow."""
+    """transformers' ban of the encoder's n-grams, except those with an end beyond `vocab_size`, which never follow."""
 
     stands_for = stock.EncoderNoRepeatNGramLogitsProcessor
 
-    def __init__(self, size: int, ids: Tensor, width: float = math.inf) -> None:
+    def __init__(self, size: int, ids: Tensor, vocab_size: float = math.inf) -> None:
         super().__init__(size, ids)
         for ngrams in self.generated_ngrams:
-            ngrams.update({begin: [token for token in ends if token < width] for begin, ends in ngrams.items()})
+            ngrams.update({begin: [token for token in ends if token < vocab_size] for begin, ends in ngrams.items()})

@@ -37,19 +37,18 @@ class ProcessorSetup:
 
     `prompt_length` includes `padding` tokens on the left, which the row's ids lack: lengths mean the same as in
     transformers for the padded row. `encoder_ids` `[1, n]`: the encoder's input (or a decoder-only model's prompt).
-    `row`: the batch index for `prefix_allowed_tokens_fn`. `vocab_size`: the width that a watermark divides. `width`:
-    the number of logits, which an encoder's ids may exceed.
+    `row`: the batch index for `prefix_allowed_tokens_fn`. `vocab_size`: the number of logits, which an
+    encoder's ids may exceed. `watermark_size`: the number of tokens that a watermark divides.
     """
 
     options: Options
     prompt_length: int
     padding: int = 0
-    eos_ids: Sequence[int] = ()
     encoder_ids: Tensor | None = None
     prefix_allowed_tokens_fn: PrefixFn | None = None
     row: int = 0
-    vocab_size: int = 0
-    width: float = math.inf
+    vocab_size: float = math.inf
+    watermark_size: int = 0
 
     @property
     def unpadded_length(self) -> int:
@@ -59,7 +58,7 @@ class ProcessorSetup:
     @property
     def eos(self) -> Tensor | None:
         """The end-of-sequence ids `[n]`, or None, as transformers prepares them."""
-        return torch.tensor(list(self.eos_ids)) if self.eos_ids else None
+        return torch.tensor(self.options.eos_ids) if self.options.eos_ids else None
 
     @property
     def window(self) -> int | None:
@@ -69,7 +68,7 @@ class ProcessorSetup:
     @property
     def least(self) -> int:
         """How many tokens a warper must keep: with beams, at least one that ends no text."""
-        return max(len(self.eos_ids), 1) + 1 if self.options.num_beams > 1 else 1
+        return max(len(self.options.eos_ids), 1) + 1 if self.options.num_beams > 1 else 1
 
 
 def _exponential_decay(r: ProcessorSetup, penalty: Any) -> Arguments:
@@ -102,7 +101,7 @@ PROCESSORS: tuple[Entry, ...] = (
     (
         "encoder_repetition_penalty",
         EncoderPenalty,
-        lambda r, v: None if v == 1.0 or r.encoder_ids is None else (v, r.encoder_ids, r.width),
+        lambda r, v: None if v == 1.0 or r.encoder_ids is None else (v, r.encoder_ids, r.vocab_size),
     ),
     ("repetition_penalty", stock.RepetitionPenaltyLogitsProcessor, lambda r, v: None if v == 1.0 else (v,)),
     ("presence_penalty", OutputPenalty, lambda r, v: (r.unpadded_length, v, 0.0) if v else None),
@@ -112,11 +111,11 @@ PROCESSORS: tuple[Entry, ...] = (
     (
         "encoder_no_repeat_ngram_size",
         EncoderNgrams,
-        lambda r, v: None if v <= 0 or r.encoder_ids is None else (v, r.encoder_ids, r.width),
+        lambda r, v: None if v <= 0 or r.encoder_ids is None else (v, r.encoder_ids, r.vocab_size),
     ),
     ("bad_words_ids", stock.NoBadWordsLogitsProcessor, lambda r, v: (v, r.eos)),
-    ("min_length", MinLength, lambda r, v: (max(v - r.padding, 0), r.eos_ids) if v > 0 and r.eos_ids else None),
-    ("min_new_tokens", MinNewTokens, lambda r, v: (r.unpadded_length + v, r.eos_ids) if v > 0 and r.eos_ids else None),
+    ("min_length", MinLength, lambda r, v: None if v <= 0 or r.eos is None else (max(v - r.padding, 0), r.eos)),
+    ("min_new_tokens", MinNewTokens, lambda r, v: None if v <= 0 or r.eos is None else (r.unpadded_length + v, r.eos)),
     ("prefix_allowed_tokens_fn", RowPrefix, lambda r, v: (v, r.row)),
     # It acts after the first token. Padding counts, so it never acts on a padded row.
     ("forced_bos_token_id", stock.ForcedBOSTokenLogitsProcessor, lambda r, v: None if r.padding else (v,)),
@@ -146,8 +145,8 @@ WARPERS: tuple[Entry, ...] = (
 LAST: tuple[Entry, ...] = (
     (
         "watermarking_config",
-        lambda config, width: config.construct_processor(width, "cpu"),
-        lambda r, v: (v, r.vocab_size),
+        lambda config, size: config.construct_processor(size, "cpu"),
+        lambda r, v: (v, r.watermark_size),
     ),
     ("renormalize_logits", stock.LogitNormalization, lambda r, v: () if v is True else None),
 )

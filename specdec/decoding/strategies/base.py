@@ -29,13 +29,12 @@ class StrategySetup:
     """What one sequence's strategy is made from.
 
     `options`: with all defaults filled in. `prompt`: the sequence's ids, of which the first `padding` are padding that
-    its text lacks. `width`: the target's vocabulary. `seed`: the sequence's seed.
+    its text lacks. `seed`: the sequence's seed.
     """
 
     options: Options
     processors: Processors
     stop: Stopping
-    width: int
     seed: int = 0
     prompt: Sequence[int] = ()
     padding: int = 0
@@ -50,7 +49,6 @@ class StrategySetup:
         return {
             "processors": self.processors,
             "stop": self.stop,
-            "width": self.width,
             "guidance_scale": self.options.guidance_scale,
             "keep_scores": bool(self.options.output_scores),
             "keep_logits": bool(self.options.output_logits),
@@ -61,15 +59,14 @@ class StrategySetup:
 class StrategyBase:
     """Base of all strategies.
 
-    `stop` ends a text. `width`: the target's vocabulary, to which draft logits are cropped or padded. `guidance_scale`:
-    combines the logits with the unconditional sequence's logits, before processors. `keep_scores`, `keep_logits`: put
-    copies of the processed logits and of the target's logits into every step.
+    `stop` ends a text. `guidance_scale`: combines the logits with the unconditional sequence's logits, before
+    processors. `keep_scores`, `keep_logits`: put copies of the processed logits and of the target's logits into every
+    step.
     """
 
     processors: Processors
     _: KW_ONLY
     stop: Stopping = field(default_factory=Stopping)
-    width: int | None = None
     guidance_scale: float | None = None
     keep_scores: bool = False
     keep_logits: bool = False
@@ -82,7 +79,7 @@ class StrategyBase:
     @property
     def sampler(self) -> Sampler | None:
         """How a draft guesses so that it tends to agree: by default, its likeliest token."""
-        return GreedySampler(self.processors.drafting, self.width)
+        return GreedySampler(self.processors.drafting)
 
     def guide(self, logits: Tensor, unconditional: Tensor | None) -> Tensor:
         """Guidance (arXiv 2306.17806): moves `logits` away from `unconditional`, both `[..., vocab]`."""

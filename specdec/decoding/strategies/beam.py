@@ -53,7 +53,7 @@ class BeamSearch(Scoring):
 
     @classmethod
     def of(cls, setup: StrategySetup) -> BeamSearch:
-        return cls(seed=setup.seed if setup.options.samples else None, **cls.parts(setup))
+        return cls(seed=setup.seed if setup.options.samples else None, **cls.common(setup))
 
     def advance(self, seq: SequenceView, state: Beams, views: Sequence[View], steps: Sequence[Step]) -> Advance:
         ids = self.texts(seq, state.ids)

@@ -13,7 +13,7 @@ from torch import Tensor
 from specdec.core.budget import Budget
 from specdec.core.drafts import Branch, Level, SequenceView
 from specdec.core.strategies import View
-from specdec.decoding.samplers import GreedySampler, fit, texts_at
+from specdec.decoding.samplers import GreedySampler, texts_at
 from specdec.decoding.strategies.base import StrategyBase, StrategySetup
 from specdec.decoding.strategies.constraints import ConstraintProgress
 
@@ -135,7 +135,7 @@ class Scoring(StrategyBase):
     is_search: ClassVar[bool] = True
 
     @classmethod
-    def parts(cls, setup: StrategySetup) -> dict[str, Any]:
+    def common(cls, setup: StrategySetup) -> dict[str, Any]:
         o = setup.options
         return {
             "num_beams": o.num_beams,
@@ -156,7 +156,7 @@ class Scoring(StrategyBase):
 
     @property
     def sampler(self) -> SearchSampler:
-        return SearchSampler(self.processors.drafting, self.width, branches=LOOK * self.num_beams, search=self)
+        return SearchSampler(self.processors.drafting, branches=LOOK * self.num_beams, search=self)
 
     def expand(self, seq: SequenceView, ends: Sequence[Branch], logits: Tensor, budget: Budget) -> Level:
         """The search's step on a draft's logits (`Sampler.expand`)."""
@@ -195,7 +195,7 @@ class Scoring(StrategyBase):
     def draft_scores(self, seq: SequenceView, ends: Sequence[Branch], logits: Tensor) -> Tensor:
         """A draft's log-probabilities `[ends, vocab]` after pure processors; tokens that end a text are -inf."""
         drafting = self.processors.drafting
-        scores = torch.log_softmax(fit(logits, self.width).float(), dim=-1)
+        scores = torch.log_softmax(logits.float(), dim=-1)
         if len(drafting):
             scores = drafting(texts_at(seq, ends) if drafting.reads_ids else None, scores)
         scores[:, list(self.stop.eos_ids)] = -torch.inf

@@ -158,7 +158,7 @@ class GroupSearch(PoolSearch):
     @classmethod
     def of(cls, setup: StrategySetup) -> GroupSearch:
         penalty = setup.options.diversity_penalty or 0.0
-        return cls(diversity_penalty=penalty, pad_id=setup.pad_id, end_id=setup.end_id, **cls.parts(setup))
+        return cls(diversity_penalty=penalty, pad_id=setup.pad_id, end_id=setup.end_id, **cls.common(setup))
 
     def expand(self, seq: SequenceView, ends: Sequence[Branch], logits: Tensor, budget: Budget) -> Level:
         """Every group's beams by the draft's scores, by default twice the target's, without ended texts.
@@ -236,7 +236,7 @@ class ConstrainedSearch(PoolSearch):
         o = setup.options
         progress = ConstraintProgress.of(read_constraints(o.constraints, o.force_words_ids)).after(list(setup.prompt))
         count = o.num_return_sequences or 1
-        return cls(progress=progress, count=count, end_id=setup.end_id, **cls.parts(setup))
+        return cls(progress=progress, count=count, end_id=setup.end_id, **cls.common(setup))
 
     def begin(self) -> Beams:
         return Beams((BeamPool.of(self.num_beams, progress=self.progress),))

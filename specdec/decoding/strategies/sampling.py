@@ -35,7 +35,7 @@ class Coupled(TextStrategy):
 
     @property
     def sampler(self) -> Sampler | None:
-        return CoupledSampler(self.processors.drafting, self.width, self.seed)
+        return CoupledSampler(self.processors.drafting, seed=self.seed)
 
     def choose(self, seq: SequenceView, new: list[int], out: Logits, node: int, scores: Tensor) -> int:
         return noise.draw(scores, noise.key(self.seed, noise.COUPLED, num_generated(seq) + len(new)))
@@ -80,7 +80,7 @@ class Rejection(Coupled):
 
     @property
     def sampler(self) -> Sampler | None:
-        return DrawnSampler(self.processors.drafting, self.width, self.seed)
+        return DrawnSampler(self.processors.drafting, seed=self.seed)
 
     def choose(self, seq: SequenceView, new: list[int], out: Logits, node: int, scores: Tensor) -> int:
         """The first accepted child's token, or a draw from the residual of p after all children."""

@@ -60,7 +60,8 @@ def has_template(tokenizer: Any, processor: Any) -> bool:
 def chat_ids(conversation: Any, tokenizer: Any, processor: Any, **template: Any) -> list[int]:
     """The ids of a conversation of text alone; a processor's template takes texts in parts, and loses other texts."""
     if getattr(processor, "chat_template", None) is None:
-        text = tokenizer.apply_chat_template(conversation, **{**template, "tokenize": False})
+        how = {"add_generation_prompt": True, **template, "tokenize": False}
+        text = tokenizer.apply_chat_template(conversation, **how)
         return ids_of(tokenizer, text, add_special_tokens=False)
     ids: list[int] = with_pictures(conversation, processor, **template)["input_ids"][0].tolist()
     return ids

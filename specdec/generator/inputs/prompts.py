@@ -214,7 +214,6 @@ def read_messages(
     if isinstance(messages, str) or not isinstance(messages, Sequence) or not messages:
         raise OptionError.of("messages", 'a list of messages such as {"role": "user", "content": "Hello"}', messages)
     conversations = [messages] if isinstance(messages[0], Mapping) else messages
-    how = {"add_generation_prompt": True, "tokenize": True, **how}
     try:
         return {"input_ids": [chat_ids(c, tokenizer, processor, **how) for c in conversations]}
     except OptionError:

@@ -255,7 +255,7 @@ class Summarizer:
         chats = [[{"role": "user", "content": text}] for text in inputs]
         processor = self.generator.processor
         options = {} if processor else {"tokenizer_kwargs": {"verbose": False}}
-        return [chat_ids(chat, self._tokenizer, processor, add_generation_prompt=True, **options) for chat in chats]
+        return [chat_ids(chat, self._tokenizer, processor, **options) for chat in chats]
 
     def _plan(self, arguments: dict[str, Any], truncate: bool, batch_size: int, progress: Any) -> _Plan:
         """The call's options; lengths count the summary alone."""
