@@ -47,6 +47,11 @@ class Systems:
         if (memory := self.generator(group, cell).memory) is not None:
             memory.forget()
 
+    def close(self) -> None:
+        """Ends all calls."""
+        for generator in (self.plain, *self._cells.values()):
+            generator.close()
+
     def _assisted(self, cell: Cell) -> SpecGenerator:
         draft: Any = cell.draft
         if (name := cell.name).model is not None:

@@ -213,14 +213,6 @@ def best(trials: Sequence[Trial]) -> list[Trial]:
 
 
 @dataclass
-class _Candidate:
-    """A draft with a target, and its answers so far, by the number of the prompt."""
-
-    generator: SpecGenerator
-    answers: dict[int, TimedAnswer] = field(default_factory=dict)
-
-
-@dataclass
 class Tuner:
     """Measures `drafts` with the target in `mode`, then in further modes as far as the time until `deadline` allows.
 
@@ -238,21 +230,23 @@ class Tuner:
     clock: Callable[[], float] = perf_counter
     watch: Watch = field(default_factory=Watch)
     _models: dict[str | None, dict[str, Any]] = field(default_factory=dict)
+    _bytes: int = 0  # of memory that the next model needs
     _loading: float = 0.0  # seconds that the next model may take to load
     _few: float = 0.0  # seconds of an answer in a few words
+    _missing: set[str | None] = field(default_factory=set)  # draft models for which time lacks
     _calls: list[tuple[str, dict[str, Any]]] = field(default_factory=list)  # the kinds of prompts, and arguments
 
     def __post_init__(self) -> None:
-        self._began = self.clock()
+        self._began, self._modes = self.clock(), [self.mode]  # modes that are left
         self.watch.look()
 
     def run(self) -> Iterator[SpecGenerator | Trial | Skipped]:
         """Yields a generator with the draft model that was named, or the last draft, once it is loaded; then what was
         measured and what was not.
         """
-        modes = [self.mode]
-        for number, mode in enumerate(modes, 1):
-            if number > 1 and (lack := self._lack(mode)):
+        while self._modes:
+            mode = self._modes.pop(0)
+            if mode is not self.mode and (lack := self._lack(mode)):
                 yield lack
                 continue
             self._say(f"loading {self.target}, {mode.label}")
@@ -260,31 +254,35 @@ class Tuner:
             try:
                 systems = Systems(self.target, mode, models=self._models.setdefault(mode.loading.get("dtype"), {}))
             except Exception as error:
-                yield Skipped(mode, in_words(error), failed=number == 1)
+                yield Skipped(mode, in_words(error), failed=mode is self.mode)
                 continue
             self._loading = self.clock() - began
-            if number == 1:
-                modes += [] if is_gguf(Path(self.target)) else further_modes(systems.plain.target, mode)
+            if mode is self.mode:
+                self._modes = [] if is_gguf(Path(self.target)) else further_modes(systems.plain.target, mode)
                 self._bytes = int(1.5 * systems.plain.target.weight_bytes)
                 self._calls = prompts_for(systems.plain, self.prompts)
-            yield from self._measure(systems, mode, first=number == 1, more=len(modes) - number)
+            try:
+                yield from self._measure(systems, mode)
+            except Exception as error:
+                yield Skipped(mode, in_words(error), failed=mode is self.mode)
+            finally:
+                systems.close()
             del systems
             gc.collect()
 
-    def _lack(self, mode: Mode) -> Skipped | None:
-        """Why another mode is not tried."""
-        size, room = self._bytes, free_bytes(torch.device("cpu"))
-        words = f"not tried: loading it takes {size / 2**30:.1f} GiB, and {room / 2**30:.1f} GiB are free"
-        return self._late(mode) or (Skipped(mode, words) if size > room else None)
+    def _lack(self, mode: Mode, draft: str | None = None) -> Skipped | None:
+        """Why a mode's target or draft is not loaded: no time for it and an answer of each draft, or no memory.
 
-    def _late(self, mode: Mode, draft: str | None = None) -> Skipped | None:
-        """Why no other model is loaded: too little time is left for loading it and an answer of each draft.
-
-        A draft is loaded in half the target's time.
+        A draft is loaded in half the target's time, and its memory is not known.
         """
         left, seconds = max(self._left(), 0.0), self._loading / (1 if draft is None else 2) + self._lap
-        words = f"not tried: it takes about {seconds:.0f} s, and {left:.0f} s are left"
-        return Skipped(mode, words, draft=draft, seconds=seconds) if left < seconds else None
+        if left < seconds:
+            words = f"not tried: it takes about {seconds:.0f} s, and {left:.0f} s are left"
+            return Skipped(mode, words, draft=draft, seconds=seconds)
+        size, room = self._bytes / 2**30, free_bytes(torch.device("cpu")) / 2**30
+        if draft is None and size > room:
+            return Skipped(mode, f"not tried: loading it takes {size:.1f} GiB, and {room:.1f} GiB are free")
+        return None
 
     @property
     def _lap(self) -> float:
@@ -299,89 +297,94 @@ class Tuner:
         total = max(self.deadline - self._began, 1e-9)
         self.report(min(self.clock() - self._began, total), total, doing)
 
-    def _measure(self, systems: Systems, mode: Mode, *, first: bool, more: int) -> Iterator[Any]:
-        """All drafts of a mode, before `more` modes."""
-        candidates = dict[str, _Candidate]()
-        try:
-            yield from self._load(systems, mode, candidates, first=first)
-            self.drafts = [*candidates]
-            if first:
-                named = [draft for draft in candidates if read_draft(draft).model is not None]
-                yield candidates[(named or self.drafts)[-1]].generator
-            yield from self._trials(mode, candidates, more)
-        except Exception as error:
-            yield Skipped(mode, in_words(error), failed=first)
-        finally:
-            for candidate in candidates.values():
-                candidate.generator.close()
-
-    def _load(
-        self, systems: Systems, mode: Mode, candidates: dict[str, _Candidate], *, first: bool
-    ) -> Iterator[Skipped]:
-        """Adds the drafts, in the first mode those that load in time; each makes its first passes, and answers in a few
-        words if it needs no model.
-        """
-        errors, models, missing = list[str](), set[str | None](), set[str | None]()
+    def _measure(self, systems: Systems, mode: Mode) -> Iterator[Any]:
+        """All drafts of a mode; what cannot be loaded is told once."""
+        generators, short, skipped = dict[str, SpecGenerator](), dict[str, TimedAnswer](), list[Skipped]()
         for draft in self.drafts:
-            model = AUTO if draft == AUTO else read_draft(draft).model
-            if first and model not in {None, *models} and (late := self._late(mode, draft)):
-                yield late if model not in missing else replace(late, seconds=0.0)  # one loading serves both
-                missing.add(model)
+            is_new = _model_of(draft) not in map(_model_of, generators)
+            generator = self._load(systems, mode, draft, generators)
+            if isinstance(generator, Skipped):
+                if generator not in skipped:
+                    yield generator
+                skipped.append(generator)
                 continue
-            if draft != NONE:
-                self._say(f"loading the draft {draft}")
-            try:
-                generator = systems.generator("", None if draft == NONE else Cell(draft, Drafting(schedule="auto")))
-            except Exception as error:
-                errors.append(in_words(error))
-                continue
-            names = {repr(other.generator.draft): name for name, other in candidates.items()}
-            if draft == AUTO and (name := names.get(repr(generator.draft))):
-                yield Skipped(mode, f"it is {name} for this target", draft=draft)
-                generator.close()
-                continue
-            candidates[draft] = candidate = _Candidate(generator)
-            left, is_new = self._left(), model not in models
-            models.add(model)
-            if is_new and left > 0:
+            generators[draft] = generator
+            if is_new and (left := self._left()) > 0:
                 self._say(f"{mode.label}, draft {draft}, first passes")
                 generator.generate(**self._calls[0][1], do_sample=False, max_new_tokens=_WARM, max_time=left / 8)
-            if first and model is None and left > 0:
-                self._few = max(self._few, self._answer(candidate, 0, _FEW, left / 4))
-        yield from (Skipped(mode, why, failed=True) for why in dict.fromkeys(errors))
+            if mode is self.mode and _model_of(draft) is None and (left := self._left()) > 0:
+                began = self.clock()
+                if (answer := self._answer(generator, 0, _FEW, left / 4)) is not None:
+                    short[draft] = answer
+                self._few = max(self._few, self.clock() - began)
+        self.drafts = [*generators]
+        if mode is self.mode:
+            named = [draft for draft in generators if read_draft(draft).model is not None]
+            yield generators[(named or self.drafts)[-1]]
+        yield from self._trials(mode, generators, short)
 
-    def _trials(self, mode: Mode, candidates: Mapping[str, _Candidate], more: int) -> Iterator[Trial | Skipped]:
-        """As many prompts as fit, and then again: of several answers to one, the fastest counts."""
-        plain = candidates[NONE]
-        calls, end = self._calls, self.clock() + self._share(more)
+    def _load(
+        self, systems: Systems, mode: Mode, draft: str, generators: Mapping[str, SpecGenerator]
+    ) -> SpecGenerator | Skipped:
+        """The generator of a draft, beside those that are loaded, or why there is none."""
+        model = _model_of(draft)
+        is_late = mode is self.mode and model not in (None, *map(_model_of, generators))
+        if is_late and (late := self._lack(mode, draft)):
+            late = replace(late, seconds=0.0) if model in self._missing else late  # one loading serves both
+            self._missing.add(model)
+            return late
+        if draft != NONE:
+            self._say(f"loading the draft {draft}")
+        try:
+            generator = systems.generator("", None if draft == NONE else Cell(draft, Drafting(schedule="auto")))
+        except Exception as error:
+            return Skipped(mode, in_words(error), failed=True)
+        names = {repr(other.draft): name for name, other in generators.items()}
+        if draft == AUTO and (name := names.get(repr(generator.draft))):
+            return Skipped(mode, f"it is {name} for this target", draft=draft)
+        return generator
+
+    def _trials(
+        self, mode: Mode, generators: Mapping[str, SpecGenerator], short: Mapping[str, TimedAnswer]
+    ) -> Iterator[Trial | Skipped]:
+        """As many prompts as fit, and then again: of several answers to one, the fastest counts.
+
+        `short`: answers to the first prompt, where there is no other.
+        """
+        calls, end = self._calls, self.clock() + self._share()
+        answers = {draft: dict[int, TimedAnswer]() for draft in generators}
         for lap in range(_LAPS * len(calls)):
             number, seconds = lap % len(calls), end - self.clock()
             if lap and seconds < self._lap:
                 break
             laps = min(max(int(seconds / max(_WORTH * self._lap, 1e-9)), 1), max(len(calls) - lap, 1))
-            for place, draft in enumerate(candidates):
+            for place, (draft, generator) in enumerate(generators.items()):
                 if (left := self._left()) <= 0:
                     break
                 self._say(f"{mode.label}, draft {draft}, prompt {number + 1} of {len(calls)}")
                 self.watch.look()
-                most = min(max((end - self.clock()) / (laps * len(candidates) - place), self._few), left)
-                self._answer(candidates[draft], number, _TOKENS, most, again=lap >= len(calls))
-        prompts = set(plain.answers).intersection(*(one.answers for one in candidates.values() if one.answers))
+                most = min(max((end - self.clock()) / (laps * len(generators) - place), self._few), left)
+                if (answer := self._answer(generator, number, _TOKENS, most)) is not None:
+                    before = answers[draft].get(number, answer)
+                    answers[draft][number] = min(before, answer, key=lambda one: one.ms)
+        for draft, answer in short.items():
+            answers[draft].setdefault(0, answer)
+        prompts = set(answers[NONE]).intersection(*filter(None, answers.values()))
         times = dict[str, float]()
-        for draft, candidate in candidates.items():
-            if prompts and candidate.answers:
-                trial = Trial(mode, draft, candidate.answers, plain.answers, plain.generator.target.exactness)
-                yield (trial := _cut(trial, prompts))
+        for draft in generators:
+            if prompts and answers[draft]:
+                exactness = generators[draft].target.exactness
+                yield (trial := _cut(Trial(mode, draft, answers[draft], answers[NONE], exactness), prompts))
                 times[draft] = trial.ms
             else:
-                yield Skipped(mode, _LATE, draft=draft, seconds=self._few or self._loading / len(candidates))
+                yield Skipped(mode, _LATE, draft=draft, seconds=self._few or self._loading / len(generators))
         fastest = sorted(times.keys() - {NONE}, key=lambda draft: times[draft])[:_FINALISTS]
-        self.drafts = [draft for draft in candidates if draft in (NONE, *fastest)]
+        self.drafts = [draft for draft in generators if draft in (NONE, *fastest)]
 
-    def _share(self, more: int) -> float:
+    def _share(self) -> float:
         """Seconds for the answers of this mode, which leave loading and a lap to as many further modes as possible."""
         drafts = len(self.drafts)
-        for count in range(more, -1, -1):
+        for count in range(len(self._modes), -1, -1):
             later = count * min(drafts, 1 + _FINALISTS)
             preparing = self._loading + self._lap  # first passes included
             seconds = (self._left() - count * preparing) * drafts / (drafts + later)
@@ -389,22 +392,22 @@ class Tuner:
                 break
         return seconds
 
-    def _answer(self, candidate: _Candidate, number: int, most: int, seconds: float, *, again: bool = False) -> float:
-        """Adds an answer to prompt `number`, if enough of it came in time; returns its seconds.
-
-        One that comes `again` takes the place of a slower one alone.
-        """
+    def _answer(self, generator: SpecGenerator, number: int, most: int, seconds: float) -> TimedAnswer | None:
+        """An answer to prompt `number`; None if too little of it came in time."""
         kind, arguments = self._calls[number]
         limits = {"max_new_tokens": most, "max_time": seconds}
-        out, measured = measure(candidate.generator, {**arguments, **PRESETS["greedy"], **limits})
+        out, measured = measure(generator, {**arguments, **PRESETS["greedy"], **limits})
         assert out.stats is not None
         gaps, least = measured["gaps"], _LEAST if "time" in out.stats.finish_reasons else 1
-        if least <= len(gaps) < out.stats.num_new_tokens:  # else all came at once, the prompt's reading included
-            # A draft model reads the prompt in the longest round, which is taken to last as long as the others.
-            rounds = sorted(sum(group) for _, group in groupby(gaps))
-            usual = sum(rounds[:-1]) / (len(rounds) - 1) if len(rounds) > 1 else rounds[0]
-            ms = 1e3 * usual * len(rounds) / len(gaps)
-            answer = TimedAnswer(ms, measured["first_token"], out.new_tokens()[0], out.stats, kind)
-            if not again or number not in candidate.answers or ms < candidate.answers[number].ms:
-                candidate.answers[number] = answer
-        return measured["seconds"]
+        if not least <= len(gaps) < out.stats.num_new_tokens:  # all came at once, the prompt's reading included
+            return None
+        # A draft model reads the prompt in the longest round, which is taken to last as long as the others.
+        rounds = sorted(sum(group) for _, group in groupby(gaps))
+        usual = sum(rounds[:-1]) / (len(rounds) - 1) if len(rounds) > 1 else rounds[0]
+        ms = 1e3 * usual * len(rounds) / len(gaps)
+        return TimedAnswer(ms, measured["first_token"], out.new_tokens()[0], out.stats, kind)
+
+
+def _model_of(draft: str) -> str | None:
+    """The model that a draft loads, `auto` its own; None without one."""
+    return AUTO if draft == AUTO else read_draft(draft).model

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +17,6 @@ from specdec.server.messages import Message
 from specdec.server.protocol import LENGTHS, Generate
 from specdec.server.settings import Limits
 
-_LAST = 64  # tokens of an answer, more than a pass brings
 # Fields that are options of the same name; one that is not sent is the checkpoint's.
 _SAME_NAMES = (
     *("frequency_penalty", "presence_penalty", "repetition_penalty", "no_repeat_ngram_size", "min_p", "typical_p"),
@@ -101,30 +99,6 @@ def _token_id(text: str) -> int:
     if not text.isascii() or not text.isdigit():
         raise OptionError.of("logit_bias", "token ids as keys", text)
     return int(text)
-
-
-class LineTime:
-    """A stopping criterion, llama.cpp's `t_max_predict_ms`: a text with a line's end ends here, once so many `seconds`
-    have passed since its first token.
-    """
-
-    reason = "time"
-
-    def __init__(self, seconds: float, decode: Callable[[list[int]], str], prompt: int) -> None:
-        self._seconds, self._decode, self._prompt = seconds, decode, prompt
-        self._began: float | None = None
-        self._is_late = False
-
-    def __call__(self, ids: Tensor, scores: Any, **_: Any) -> Tensor:
-        """Whether each of the texts `ids` `[n, length]` ends here, `[n]`."""
-        now = time.monotonic()
-        self._began = now if self._began is None else self._began
-        if now - self._began <= self._seconds:
-            return torch.zeros(len(ids), dtype=torch.bool)
-        # After a first look at the whole answer, only its last tokens may have brought a line's end.
-        first = max(self._prompt, ids.shape[1] - _LAST) if self._is_late else self._prompt
-        self._is_late = True
-        return torch.tensor(["\n" in self._decode(text[first:].tolist()) for text in ids])
 
 
 def scoring(generator: SpecGenerator, ids: Sequence[int], top: int, salt: str | None) -> Job:

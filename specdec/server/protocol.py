@@ -76,7 +76,7 @@ HINTS = (
     *("reasoning_effort", "verbosity", "truncation", "include"),
     # llama.cpp's
     *("cache_prompt", "id_slot", "n_keep", "n_cache_reuse", "n_indent", "samplers", "t_max_prompt_ms"),
-    *("timings_per_token", "return_progress", "return_tokens", "response_fields"),
+    *("t_max_predict_ms", "timings_per_token", "return_progress", "return_tokens", "response_fields"),
 )
 _COMPARED = 10  # unknown fields that are compared with the fields
 _NAMED = set[str]()  # hints that the log has named
@@ -149,7 +149,6 @@ class Generate(Sent):
     model: Name | None = None
     max_tokens: Length | None = None
     n_predict: Length | None = None  # llama.cpp's `max_tokens`
-    t_max_predict_ms: Annotated[float, Field(allow_inf_nan=False)] | None = None
     min_tokens: Least = 0
     n: Annotated[int, Field(ge=1, le=1024)] = 1
     stop: Phrase | Annotated[list[Phrase], Field(max_length=64)] | None = None

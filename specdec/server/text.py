@@ -27,7 +27,7 @@ from specdec.options.resolve import refusing
 from specdec.server.errors import ApiError
 from specdec.server.infill import Infill
 from specdec.server.messages import Message
-from specdec.server.options import EVERYTHING, LineTime, call_options, scoring
+from specdec.server.options import EVERYTHING, call_options, scoring
 from specdec.server.protocol import ChatRequest, Generate, InfillRequest
 from specdec.server.thinking import ThinkingBudget, ThinkingForm, thinking_of
 from specdec.server.tools import CallForm, MarkedTokenizer, call_grammar, check_takes_tools, forms_of
@@ -240,13 +240,8 @@ class TextModel:
         if request.gap is not None and not request.ignore_eos:
             ends += self._infill(request).ends
         options["eos_token_id"] = ends
-        spell, criteria = partial(decode, tokenizer), list[Any]()
         if request.stops:
-            criteria.append(StopTexts(spell, request.stops, lambda _: begin))
-        if (milliseconds := request.t_max_predict_ms or 0) > 0:
-            criteria.append(LineTime(milliseconds / 1000, spell, begin))
-        if criteria:
-            options["stopping_criteria"] = criteria
+            options["stopping_criteria"] = [StopTexts(partial(decode, tokenizer), request.stops, lambda _: begin)]
         processors = list[Any]()
         marks = [] if thinking is None else [thinking.opening, thinking.closing]
         tokens = [self.tokenizer.encode(mark, add_special_tokens=False) for mark in marks]

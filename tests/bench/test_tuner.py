@@ -62,6 +62,10 @@ class World:
 
             def __init__(self) -> None:
                 world.alive += 1
+                self.drafts = list[str]()
+
+            def close(self) -> None:
+                world.closed += self.drafts
 
             def __del__(self) -> None:
                 world.alive -= 1
@@ -70,12 +74,12 @@ class World:
                 draft = "none" if cell is None else cell.draft
                 if draft == "model:broken":
                     raise ValueError("it is broken")
+                self.drafts.append(draft)
                 world.now += world.load_draft if "d" in draft.split(":") else 0.0
                 return SimpleNamespace(
                     **{"mode": mode.label, "tokenizer": None, "generate": lambda *_, **__: None},
                     draft="suffix" if draft == "auto" else draft,
                     target=SimpleNamespace(exactness=world.exactness.get(mode.label, "exact")),
-                    close=lambda: world.closed.append(draft),
                 )
 
         return Fake()
@@ -240,7 +244,7 @@ def test_an_automatic_draft_that_is_measured_anyway(tuned: Any) -> None:
     events = tuned(world, ["none", "suffix", "auto"], 60.0)
     assert events[0] == Skipped(PLAIN, "it is suffix for this target", draft="auto")
     assert [event.draft for event in events[1:]] == ["none", "suffix"] * 3
-    assert world.closed[:1] == ["auto"]
+    assert world.closed[:3] == ["none", "suffix", "auto"]
 
 
 @pytest.mark.parametrize("mode", [PLAIN, EIGHT])

@@ -5,12 +5,10 @@ from functools import cache
 from typing import Any
 
 import pytest
-import torch
 from transformers import AddedToken
 
 from specdec import SpecGenerator
 from specdec.server.infill import Infill
-from specdec.server.options import LineTime
 from specdec.server.text import TextModel
 from tests.folders import WIDTH, byte_tokenizer
 from tests.generator.test_tokenizers import kinds
@@ -102,7 +100,7 @@ def test_other_files_come_first() -> None:
     assert filled.json()["tokens_predicted"] <= 2
 
 
-LETTER, [LINE_END] = TOKENIZER.decode([70]), TOKENIZER("\n", add_special_tokens=False)["input_ids"]
+LETTER = TOKENIZER.decode([70])
 
 
 @pytest.mark.parametrize(
@@ -119,28 +117,6 @@ def test_why_a_gap_ends(token: int, stop: list[str], reason: tuple[str, str, int
         filled = c.post("/infill", json=body).json()
     assert (filled["stop_type"], filled["stopping_word"], filled["tokens_predicted"]) == reason
     assert filled["content"] == LETTER * 4 * (reason[0] == "limit")
-
-
-@pytest.mark.parametrize(("token", "tokens"), [(LINE_END, 2), (70, 9)])
-def test_the_time_of_a_line(token: int, tokens: int) -> None:
-    """`t_max_predict_ms` counts from the first token on, and ends no text within its first line. (It was ignored.)"""
-    with asking(app(gap_model("qwen"))) as c:
-        body = {"n_predict": 9, "t_max_predict_ms": 1e-6, "logit_bias": {str(token): 100}, "temperature": 0}
-        filled = c.post("/infill", json=body).json()
-        unlimited = c.post("/infill", json={**body, "t_max_predict_ms": -1}).json()
-        [choice] = c.complete(**body, prompt="a")["choices"]
-    assert (filled["tokens_predicted"], filled["stop_type"]) == (tokens, "limit")
-    assert (choice["finish_reason"], choice["text"]) == ("length", filled["content"])
-    assert unlimited["tokens_predicted"] == 9
-
-
-def test_a_late_line_is_looked_for_in_the_last_tokens() -> None:
-    """Every token decoded the whole answer again."""
-    counts = list[int]()
-    late = LineTime(-1.0, lambda ids: counts.append(len(ids)) or "", 5)  # type: ignore[func-returns-value]
-    for length in range(6, 1006):
-        assert not late(torch.zeros(1, length, dtype=torch.long), None).any()
-    assert sum(counts) < 70_000
 
 
 def test_a_gap_has_no_blank_of_sentencepiece() -> None:
