@@ -297,7 +297,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=[*MODELS, *HEADS], help="all by default")
     parser.add_argument("--rows", nargs="+", type=int, help="or tokens of a prompt")
     parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--ways", default="", help="only those with this in their name")
+    parser.add_argument("--ways", default="", help="only those with this in their name; all of Qwen2.5-1.5B take 28 GB")
     given = parser.parse_args()
     if missing := lack():
         parser.error(f"there are no kernels: {missing}")
