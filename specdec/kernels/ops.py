@@ -1,10 +1,10 @@
 """Operators of our own.
 
-`specdec::packed_rows` consists of torch's operators. All others are C++ for the CPU alone, which checks its arguments:
-`specdec::packed_linear` (linear.cpp), `specdec::dots` (dots.cpp), `specdec::expert_linear` (experts.cpp),
-`specdec::attend` and `specdec::store_nodes` (attention.cpp), `specdec::attend_frames` and `specdec::gelu` (frames.cpp),
-`specdec::keep_top`, `specdec::draws` and `specdec::best_token` (choice.cpp),
-`specdec::norm`, `specdec::attention`, `specdec::gated` and `specdec::crossed` (layers.cpp), for a `part` of a layer.
+They are C++ for the CPU alone, and check their arguments: `specdec::packed_linear` (linear.cpp), `specdec::dots`
+(dots.cpp), `specdec::expert_linear` (experts.cpp), `specdec::attend` and `specdec::store_nodes` (attention.cpp),
+`specdec::attend_frames` and `specdec::gelu` (frames.cpp), `specdec::keep_top`, `specdec::draws` and
+`specdec::best_token` (choice.cpp), `specdec::norm`, `specdec::attention`, `specdec::gated` and `specdec::crossed`
+(layers.cpp), for a `part` of a layer.
 They need `specdec.kernels.available`. `passes` runs a model's recorded passes and drafts chains with them (passes.cpp).
 """
 
@@ -16,57 +16,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec.kernels import packed_layout
-from specdec.kernels.quantized import Quantized
-
 _LIBRARY = torch.library.Library("specdec", "FRAGMENT")  # type: ignore[no-untyped-call]
 _WEIGHT = "Tensor weight, Tensor? factors, Tensor? scales, Tensor? mins"
 _INTEGERS = "Tensor weight, Tensor? high, Tensor? factors, Tensor? scales, Tensor? mins, Tensor? steps, Tensor? levels"
-_LIBRARY.define(f"dots(Tensor x, {_INTEGERS}, Tensor? bias, int outputs, int way=0, int likely=0) -> Tensor")  # type: ignore[no-untyped-call]
-_EXPERT_OPTIONS = "Tensor? bias, int outputs, int way, bool rounds"
-_LIBRARY.define(f"expert_linear(Tensor x, Tensor experts, {_INTEGERS}, {_EXPERT_OPTIONS}) -> Tensor")  # type: ignore[no-untyped-call]
-_LIBRARY.define(f"packed_linear(Tensor x, {_WEIGHT}, Tensor? bias, int outputs, int way=0) -> Tensor")  # type: ignore[no-untyped-call]
-_LIBRARY.define(f"packed_rows(Tensor ids, {_INTEGERS}, int inputs) -> Tensor")  # type: ignore[no-untyped-call]
-_LIBRARY.define("set_ways(ScalarType weight, bool grouped, bool wide, int tiles, int unpacked) -> ()")  # type: ignore[no-untyped-call]
 _BLOCK_OUTPUTS = "Tensor(a!) packed, Tensor(b!)? high, Tensor(c!) scales, Tensor(d!)? mins, Tensor(e!)? steps"
-_LIBRARY.define(f"pack_blocks(Tensor raw, Tensor? rows, str name, {_BLOCK_OUTPUTS}) -> ()")  # type: ignore[no-untyped-call]
 _ROUNDED_OUTPUTS = "Tensor(a!) packed, Tensor(b!) factors, Tensor(c!)? scales, Tensor(d!)? mins"
-_LIBRARY.define(f"round_weight(Tensor weight, int inputs, {_ROUNDED_OUTPUTS}) -> ()")  # type: ignore[no-untyped-call]
-_LIBRARY.define("set_floats(int rows) -> ()")  # type: ignore[no-untyped-call]
-_LIBRARY.define("has_tiles() -> bool")  # type: ignore[no-untyped-call]
 _BUFFERS = "Tensor(a!) key_buffer, Tensor(b!) value_buffer"
-_LIBRARY.define(f"store_nodes(Tensor keys, Tensor values, {_BUFFERS}, Tensor nodes) -> ()")  # type: ignore[no-untyped-call]
-_CACHE = "Tensor queries, Tensor keys, Tensor values, Tensor nodes"
 _SCORES = "float scale, float softcap=0.0, Tensor? sinks=None, Tensor? biases=None"
-_LIBRARY.define(f"attend({_CACHE}, {_SCORES}) -> Tensor")  # type: ignore[no-untyped-call]
-_LIBRARY.define("attend_frames(Tensor queries, Tensor keys, Tensor values, float scale) -> Tensor")  # type: ignore[no-untyped-call]
-_LIBRARY.define("gelu(Tensor x) -> Tensor")  # type: ignore[no-untyped-call]
-
-_LIBRARY.define("keep_top(Tensor scores, int k, float p, int least) -> Tensor")  # type: ignore[no-untyped-call]
-_LIBRARY.define("draws(Tensor scores, int[] addresses) -> Tensor")  # type: ignore[no-untyped-call]
-
-_LIBRARY.define("best_token(Tensor scores, str[] names, float[] numbers, int[] counts) -> int")  # type: ignore[no-untyped-call]
-
-
-def _packed_rows(ids: Tensor, weight: Tensor, high: Tensor | None, factors: Tensor | None, scales: Tensor | None,
-                 mins: Tensor | None, steps: Tensor | None, levels: Tensor | None, inputs: int) -> Tensor:  # fmt: skip
-    flat = ids.reshape(-1)
-    values = packed_layout.rows(weight, flat, inputs)
-    if not weight.is_floating_point():
-        bits = 8 if weight.dtype == torch.int8 else 4
-        if high is not None:
-            upper = packed_layout.high_rows(high, flat, weight.shape[1] * 8, inputs)
-            values, bits = values + 16 * upper, 5 if 4 * high.shape[1] == weight.shape[1] else 6
-        values = Quantized(
-            values,
-            bits=bits,
-            scales=packed_layout.groups_of(scales, flat),
-            mins=packed_layout.groups_of(mins, flat),
-            steps=packed_layout.steps_of(steps, flat),
-            levels=levels,
-            factors=None if factors is None else factors[flat],
-        ).weight()
-    return values.view(*ids.shape, inputs)
+for _schema in (
+    f"dots(Tensor x, {_INTEGERS}, Tensor? bias, int outputs, int way=0, int likely=0) -> Tensor",
+    f"expert_linear(Tensor x, Tensor experts, {_INTEGERS}, Tensor? bias, int outputs, int way, bool rounds) -> Tensor",
+    f"packed_linear(Tensor x, {_WEIGHT}, Tensor? bias, int outputs, int way=0) -> Tensor",
+    "set_ways(ScalarType weight, bool grouped, bool wide, int tiles, int unpacked) -> ()",
+    f"pack_blocks(Tensor raw, Tensor? rows, str name, {_BLOCK_OUTPUTS}) -> ()",
+    f"round_weight(Tensor weight, int inputs, {_ROUNDED_OUTPUTS}) -> ()",
+    "set_floats(int rows) -> ()",
+    "has_tiles() -> bool",
+    f"store_nodes(Tensor keys, Tensor values, {_BUFFERS}, Tensor nodes) -> ()",
+    f"attend(Tensor queries, Tensor keys, Tensor values, Tensor nodes, {_SCORES}) -> Tensor",
+    "attend_frames(Tensor queries, Tensor keys, Tensor values, float scale) -> Tensor",
+    "gelu(Tensor x) -> Tensor",
+    "keep_top(Tensor scores, int k, float p, int least) -> Tensor",
+    "draws(Tensor scores, int[] addresses) -> Tensor",
+    "best_token(Tensor scores, str[] names, float[] numbers, int[] counts) -> int",
+):
+    _LIBRARY.define(_schema)  # type: ignore[no-untyped-call]
 
 
 def gumbel_draws(scores: Tensor, addresses: Sequence[int]) -> Tensor:
@@ -130,8 +104,6 @@ def crossed(part: Any, x: Tensor, nodes: Tensor, keys: Tensor, values: Tensor, s
     """`x` `[1, nodes, width]` through a part "Crossed"; tables and buffers as `attend` takes them."""
     return torch.ops.specdec.crossed.default(part, x, nodes, keys, values, seen, frame_keys, frame_values)  # type: ignore[no-any-return]
 
-
-_LIBRARY.impl("packed_rows", _packed_rows, "CompositeImplicitAutograd")  # type: ignore[no-untyped-call]
 
 store_nodes = torch.ops.specdec.store_nodes.default
 """`(keys, values, key_buffer, value_buffer, nodes)`: writes token t to row `nodes[t, 0]`, column `nodes[t, 1]` of both
@@ -229,10 +201,3 @@ This is for weights of the dtype `weight`, with `scales` if `grouped`, and rows 
 
 has_tiles = torch.ops.specdec.has_tiles.default
 """Whether the processor has tiles (AMX), and the system lets this process use them."""
-
-packed_rows = torch.ops.specdec.packed_rows.default
-"""`(ids, weight, high, factors, scales, mins, steps, levels, inputs)`: rows `[..., inputs]` of the weight, by their
-`ids` `[...]`.
-
-bfloat16 weights as they are, all others in float32. `ids` are from 0 to the number of outputs; they are not checked.
-"""

@@ -20,7 +20,6 @@ FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _FLOAT_TENSORS = ("packed", "factors", "scales", "mins", "bias")
 LAYER_TENSORS = ("packed", "high", "factors", "scales", "mins", "steps", "levels", "bias")
 """The tensors of a packed layer."""
-_WEIGHT_TENSORS = LAYER_TENSORS[:-1]
 _OUTPUTS = 64 * BLOCK  # so many are unpacked at a time, into memory that the C library uses again
 _SAMPLE = 1024  # outputs and inputs of the layer that is timed
 _TILED, _UNPACKED = (1, 4, 16), (64, 128, 256)  # rows that are timed
@@ -63,7 +62,13 @@ class PackedLinear(nn.Module):
     def can_join(layers: Sequence[PackedLinear]) -> bool:
         """Whether these layers can be joined: their weights differ in nothing but outputs, and have whole blocks."""
         kinds = {
-            (layer.kind, layer.inputs, layer.way, layer.rounds, *map(_form, map(layer._buffers.get, _WEIGHT_TENSORS)))
+            (
+                layer.kind,
+                layer.inputs,
+                layer.way,
+                layer.rounds,
+                *map(_form, map(layer._buffers.get, LAYER_TENSORS[:-1])),
+            )
             for layer in layers
         }
         return len(kinds) == 1 and all(layer.outputs % BLOCK == 0 for layer in layers)
@@ -118,8 +123,23 @@ class PackedLinear(nn.Module):
         return self.rows(torch.arange(self.outputs, device=self.packed.device))
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Rows of the weight, for tied embeddings: `[...]` to `[..., inputs]`; `ids` are not checked."""
-        return ops.packed_rows(ids, *map(self._buffers.get, _WEIGHT_TENSORS), self.inputs)
+        """Rows `[..., inputs]` of the weight by their `ids` `[...]`, which are not checked; integers as float32."""
+        flat = ids.reshape(-1)
+        values = packed_layout.rows(self.packed, flat, self.inputs)
+        if self.kind not in FLOATS:
+            if self.high is not None:
+                columns = self.packed.shape[1] * packed_layout.COLUMNS[self.packed.dtype]
+                values = values + 16 * packed_layout.high_rows(self.high, flat, columns, self.inputs)
+            values = Quantized(
+                values,
+                bits=int(self.kind.removeprefix("int")),
+                scales=packed_layout.groups_of(self.scales, flat),
+                mins=packed_layout.groups_of(self.mins, flat),
+                steps=packed_layout.steps_of(self.steps, flat),
+                levels=self.levels,
+                factors=None if self.factors is None else self.factors[flat],
+            ).weight()
+        return values.view(*ids.shape, self.inputs)
 
     @property
     def table(self) -> Tensor | None:
