@@ -208,6 +208,8 @@ def _speed(cells: Sequence[tuple[Results, Results]]) -> list[str]:
     counts = ", ".join(f"{states.count(state)} {words}" for state, words in _STATES.items() if state in states)
     faster = [pair for pair in cells if pair[1]["speedup"]["state"] == "faster"]
     none = "None is clearly faster than plain decoding."
+    if {*states} == {"unknown"}:
+        none = "One request does not say which is faster: give more prompts."
     return [
         f"{_counted(len(cells), 'assisted setting')}: {counts}.",
         f"Best: {_outcome(*max(faster, key=lambda pair: float(pair[1]['speedup']['value'])))}" if faster else none,

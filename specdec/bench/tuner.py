@@ -145,13 +145,17 @@ def _pass_seconds(answers: Mapping[int, TimedAnswer]) -> float:
 
 
 def drafts_to_try(draft: str) -> list[str]:
-    """What to measure: none, a word that copies, what `draft` names, a model alone and with copies, and auto."""
+    """What to measure: none, a word that copies, what `draft` names, a model with copies, and auto.
+
+    A model alone is tried where it was named so: on few prompts it may win, over many kinds of text it does not.
+    """
     name = read_draft(draft)
     if name.model is None:
         return [*dict.fromkeys((NONE, COPYING[0], draft, AUTO))]
     model = draft if name.word is None else draft[len(name.word) + 1 :]
     word = name.word if name.copies else COPYING[0]
-    return [NONE, str(word), f"{ALONE}:{model}", f"{word}+{model}", AUTO]
+    alone = [draft] if name.word == ALONE else []
+    return [NONE, str(word), *alone, f"{word}+{model}", AUTO]
 
 
 def further_modes(target: LanguageModel, mode: Mode) -> list[Mode]:
@@ -283,6 +287,11 @@ class Tuner:
         if draft is None and size > room:
             return Skipped(mode, f"not tried: loading it takes {size:.1f} GiB, and {room:.1f} GiB are free")
         return None
+
+    @property
+    def num_prompts(self) -> int:
+        """How many prompts there are, answered or not."""
+        return len(self._calls)
 
     @property
     def _lap(self) -> float:

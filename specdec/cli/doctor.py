@@ -45,6 +45,7 @@ _EXTRAS = {
 }
 """Extras of the package, and what they add."""
 _SECONDS = 60.0  # for a pair
+_MORE = 2  # times the seconds that lacked: with more time, all answers are longer
 _FIGURES = ("weights", "draft", "ms", "speedup", "speedups", "first_token", "different")
 _BUSY = "measure again on a quiet machine: other programs use its cores"
 _MARKS = {"good": ("✓", Style(color="green")), "note": ("·", PROMPT), "bad": ("✗", Style(color="red", bold=True))}
@@ -230,11 +231,10 @@ def tune(request: CommandRequest, prompts: str | None, seconds: float) -> Iterat
         yield Finding("best", "machine", tuner.watch.verdict(), "note", _BUSY if busy else None)
     if missing or not (trials or failed):
         words = f"too little for {', '.join(missing)}" if missing and trials else "nothing was measured in this time"
-        yield Finding(
-            "best", "time", words, "note", f"--seconds {10 * ceil((clock() - began + sum(missing.values())) / 10)}"
-        )
+        enough = clock() - began + _MORE * sum(missing.values())
+        yield Finding("best", "time", words, "note", f"--seconds {10 * ceil(enough / 10)}")
     if {trial.draft for trial in trials} - {NONE}:
-        yield from _advice(request, trials, chats=chats)
+        yield from _advice(request, trials, tuner.num_prompts, chats=chats)
         yield from _compared(trials)
 
 
@@ -263,8 +263,11 @@ def _label(draft: str) -> str:
     return "no draft" if draft == NONE else draft
 
 
-def _advice(request: CommandRequest, trials: Sequence[Trial], *, chats: bool) -> Iterator[Finding]:
-    """The fastest command, and the fastest for the weights as they were named, where fewer bits are faster still."""
+def _advice(request: CommandRequest, trials: Sequence[Trial], prompts: int, *, chats: bool) -> Iterator[Finding]:
+    """The fastest command, and the fastest for the weights as they were named, where fewer bits are faster still.
+
+    `prompts`: how many there were.
+    """
     from specdec.bench.tuner import best, comparable
 
     trials = comparable(trials)
@@ -275,14 +278,19 @@ def _advice(request: CommandRequest, trials: Sequence[Trial], *, chats: bool) ->
     for name, group in groups.items():
         trial, *others = best(group)
         count = len(trial.answers)
-        words = f"{trial.ms:.1f} ms per token on {count} prompt{'s' * (count > 1)}, "
+        of = f"{count} of {prompts}" if count < prompts else str(count)
+        words = f"{trial.ms:.1f} ms per token on {of} prompt{'s' * (of != '1')}, "
         if trial is plain:
             words += "and no draft makes it faster"
         else:
             words += f"{plain.ms / trial.ms:.2f}× as fast as {plain.weights} weights without a draft"
         if trial.mode != plain.mode:
             words += "; fewer bits write other texts"
-        if equals := [_label(other.draft) for other in others if other.mode == trial.mode and trial is not plain]:
+        equals = [
+            _label(other.draft) if other.mode == trial.mode else f"{_label(other.draft)} with {_weights(other)}"
+            for other in others
+        ]
+        if equals and trial is not plain:
             words += f"; {', '.join(equals)}: as fast, but for noise"
         yield Finding("best", name, command(request, trial, chats=chats), remedy=words)
 
@@ -326,8 +334,8 @@ def doctor(
 ) -> int:
     """Find the fastest setting of a pair, and examine the machine.
 
-    Prints install commands for missing parts. Tries TARGET without a draft, with copies of the text, with the draft
-    model and with both, as it is and in fewer bits, and prints the fastest command.
+    Prints install commands for missing parts. Tries TARGET without a draft, with copies of the text, and with the
+    draft model and copies, as it is and in fewer bits, and prints the fastest command.
 
     Exit code 1: something is wrong; see the line with ✗.
     """

@@ -254,6 +254,9 @@ def test_the_summary() -> None:
         "3 assisted settings: 1 SLOWER, 1 without a clear difference, 1 of one request, without an interval.",
         "None is clearly faster than plain decoding.",
     ]
+    assert summary(settings(Speedup(3.0), Speedup(2.0)))[1] == (
+        "One request does not say which is faster: give more prompts."
+    )
     assert summary(settings(Speedup(3.0)))[:2] == [
         "draft 0 (g), 3.00× plain decoding's speed (one request, no interval).",
         "1 of 1 assisted text is identical to plain decoding's.",

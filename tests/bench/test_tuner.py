@@ -278,13 +278,13 @@ def test_an_examination_that_ends_early(monkeypatch: pytest.MonkeyPatch) -> None
         ("none", ["none", "suffix", "auto"]),
         ("suffix", ["none", "suffix", "auto"]),
         ("ngram", ["none", "suffix", "ngram", "auto"]),
-        ("some/model", ["none", "suffix", "model:some/model", "suffix+some/model", "auto"]),
+        ("some/model", ["none", "suffix", "suffix+some/model", "auto"]),
         ("model:some/model", ["none", "suffix", "model:some/model", "suffix+some/model", "auto"]),
-        ("ngram+zoo:python-code", ["none", "ngram", "model:zoo:python-code", "ngram+zoo:python-code", "auto"]),
+        ("ngram+zoo:python-code", ["none", "ngram", "ngram+zoo:python-code", "auto"]),
     ],
 )
 def test_what_is_tried(draft: str, spellings: list[str]) -> None:
-    """None, copies, the model alone, both, and what comes by itself. (Who named a draft never heard of the fastest.)"""
+    """None, copies, the model with them, and what comes by itself. (Who named a draft never heard of the fastest.)"""
     assert drafts_to_try(draft) == spellings
 
 
