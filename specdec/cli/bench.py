@@ -52,7 +52,7 @@ def bench(
         "Sampling temperature; 0 is greedy; repeatable.", "--temperature", min=0
     ),
     prompts: list[str] | None = flags.flag(
-        "code, copy, text, a text file or JSON lines (Spec-Bench, HumanEval, GSM8K); repeatable."
+        "code, copy, text, a text file (one a paragraph) or JSON lines (Spec-Bench, HumanEval, GSM8K); repeatable."
     ),
     count: int | None = flags.flag("Number of prompts from every source.", min=1),
     batches: list[int] | None = flags.flag("Prompts per call; repeatable.", "--batch", min=1),

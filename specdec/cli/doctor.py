@@ -326,7 +326,7 @@ def doctor(
     ctx: typer.Context,
     target: str | None = flags.target("Model to examine: hub id, folder, GGUF file, or zoo:NAME."),
     prompts: str | None = flags.flag(
-        "Your prompts: a text file or JSON lines, as for specdec bench; by default three kinds of text."
+        "Your prompts: a text file, one in each paragraph, or JSON lines; by default three kinds of text."
     ),
     seconds: float = Option(_SECONDS, min=0.1, help="Time for the models, loading included."),
     *,
