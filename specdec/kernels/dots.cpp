@@ -103,7 +103,6 @@ struct Kind {
 template <class K, int PART, int R, int V>
 void add(const Weight& weight, int64_t block, int first, const Integers& rows, int64_t row, int64_t ahead,
          int64_t stride, float* sums) {
-  constexpr int HINT = V == VECTORS && K::COLUMNS == 8 ? 3 : 2;  // the first cache, or the second, as measured
   auto chunk = weight.chunks + block * (weight.columns / K::COLUMNS) * CHUNK;
   auto parts = weight.parts;
   auto q = rows.q + row * weight.columns;
@@ -114,8 +113,8 @@ void add(const Weight& weight, int64_t block, int first, const Integers& rows, i
 #pragma GCC unroll 1
   for (int64_t part = 0; part < parts; part++) {
     UNROLL for (int c = 0; c < K::CHUNKS; c++, ahead += stride) {
-      __builtin_prefetch(chunk + ahead, 0, HINT);
-      if (V == VECTORS) __builtin_prefetch(chunk + ahead + CHUNK / 2, 0, HINT);
+      __builtin_prefetch(chunk + ahead);
+      if (V == VECTORS) __builtin_prefetch(chunk + ahead + CHUNK / 2);
     }
     UNROLL for (int v = 0; v < V; v++) {
       Ints sum[R];
@@ -209,27 +208,29 @@ Integers integers(const at::Tensor& x, int64_t count, const Weight& weight, bool
   auto offsets = reinterpret_cast<int32_t*>(room + of_q + of_scales);
   auto sums = reinterpret_cast<float*>(room + of_q + of_scales + of_parts);
   auto from = x.const_data_ptr<In>();
-  at::parallel_for(0, count * groups, 1 << 10, [&](int64_t begin, int64_t end) {
+  // A thread rounds all rows of a turn, which share lines of the caches: two cores would wait for each other at each line.
+  at::parallel_for(0, turns * groups, std::max<int64_t>((1 << 10) / turn, 1), [&](int64_t begin, int64_t end) {
     for (auto at = begin; at < end; at++) {
-      auto row = at / groups, group = at % groups, column = group * GROUP;
-      auto start = row / turn * turn, now = std::min(turn, count - start), lane = row - start;
-      auto source = from + row * weight.inputs + column;
-      alignas(64) In edge[GROUP] = {};
-      if (column + GROUP > weight.inputs) {
-        std::copy(source, source + (weight.inputs - column), edge);
-        source = edge;
+      auto start = at / groups * turn, group = at % groups, column = group * GROUP, now = std::min(turn, count - start);
+      for (int64_t lane = 0; lane < now; lane++) {
+        auto source = from + (start + lane) * weight.inputs + column;
+        alignas(64) In edge[GROUP] = {};
+        if (column + GROUP > weight.inputs) {
+          std::copy(source, source + (weight.inputs - column), edge);
+          source = edge;
+        }
+        alignas(64) int8_t bytes[GROUP];
+        int32_t in_part[GROUP / PART];
+        auto scale = scales[start * groups + group * now + lane] = rounded(source, bytes, in_part);
+        UNROLL for (int p = 0; p < GROUP / PART; p++) {
+          auto place = start * parts + (group * (GROUP / PART) + p) * now + lane;
+          offsets[place] = -static_cast<int32_t>(weight.zero) * in_part[p];
+          sums[place] = scale * in_part[p];
+        }
+        if (is_paired) store(bytes, paired(load<Group>(bytes)));
+        auto to = q + start * weight.columns + (column / 4 * now + lane) * 4;
+        UNROLL for (int four = 0; four < GROUP; four += 4) store(to + four * now, load<int32_t>(bytes + four));
       }
-      alignas(64) int8_t bytes[GROUP];
-      int32_t in_part[GROUP / PART];
-      auto scale = scales[start * groups + group * now + lane] = rounded(source, bytes, in_part);
-      UNROLL for (int p = 0; p < GROUP / PART; p++) {
-        auto place = start * parts + (group * (GROUP / PART) + p) * now + lane;
-        offsets[place] = -static_cast<int32_t>(weight.zero) * in_part[p];
-        sums[place] = scale * in_part[p];
-      }
-      if (is_paired) store(bytes, paired(load<Group>(bytes)));
-      auto to = q + start * weight.columns + (column / 4 * now + lane) * 4;
-      UNROLL for (int four = 0; four < GROUP; four += 4) store(to + four * now, load<int32_t>(bytes + four));
     }
   });
   rows.q = q, rows.scales = scales, rows.offsets = offsets, rows.sums = sums;
