@@ -34,7 +34,7 @@
 namespace {
 
 constexpr int64_t SUPER = 256;       // columns of one step
-constexpr int64_t AHEAD = 4 << 10;   // bytes between reads and prefetches
+constexpr int64_t AHEAD = 6 << 10;   // bytes between reads and prefetches
 constexpr int64_t BATCH = 64;        // rows that stay in the second cache
 constexpr int ROWS = LANES == 16 ? 8 : 2;
 constexpr double SURE = 0.9;         // a share of the mass of a head's likely outputs, as measured
@@ -98,92 +98,87 @@ struct Kind {
   }
 };
 
-// The sums of R rows and V vectors of outputs, the first of them `first`, of one block; `ahead` and `stride` as in
-// linear.cpp.
-template <class K, int PART, int R, int V>
-void add(const Weight& weight, int64_t block, int first, const Integers& rows, int64_t row, int64_t ahead,
-         int64_t stride, float* sums) {
+// The sums `[R, 32]` of R rows and one block; `ahead` and `stride` as in linear.cpp. Entries of many rows are loaded once
+// for all vectors of outputs; few rows take one vector after the other, which reads faster.
+template <class K, int PART, int R>
+void add(const Weight& weight, int64_t block, const Integers& rows, int64_t row, int64_t ahead, int64_t stride,
+         float* sums) {
+  constexpr int V = R <= 2 ? 1 : VECTORS;
   auto chunk = weight.chunks + block * (weight.columns / K::COLUMNS) * CHUNK;
   auto parts = weight.parts;
   auto q = rows.q + row * weight.columns;
   auto scales = rows.scales + row * (weight.columns / GROUP);
   auto offsets = rows.offsets + row * parts;
   auto in_part = rows.sums + row * parts;
-  Floats totals[R][V] = {};
+  Floats totals[R][VECTORS] = {};
 #pragma GCC unroll 1
-  for (int64_t part = 0; part < parts; part++) {
-    UNROLL for (int c = 0; c < K::CHUNKS; c++, ahead += stride) {
-      __builtin_prefetch(chunk + ahead);
-      if (V == VECTORS) __builtin_prefetch(chunk + ahead + CHUNK / 2);
+  for (int64_t part = 0; part < parts; part++, chunk += K::CHUNKS * CHUNK) {
+    UNROLL for (int c = 0; c < K::CHUNKS; c++, ahead += stride - CHUNK) {
+      __builtin_prefetch(chunk + c * CHUNK + ahead);
+      __builtin_prefetch(chunk + c * CHUNK + ahead + CHUNK / 2);
     }
-    UNROLL for (int v = 0; v < V; v++) {
-      Ints sum[R];
-      UNROLL for (int r = 0; r < R; r++) sum[r] = Ints{} + offsets[r];
-      Words high{};
-      if (K::IS_HIGH) high = load<Words>(weight.high + (block * parts + part) * BLOCK + (first + v) * LANES);
-      UNROLL for (int c = 0; c < K::CHUNKS; c++) {
-        auto words = load<Words>(chunk + part * K::CHUNKS * CHUNK + c * CHUNK + (first + v) * sizeof(Words));
+    auto add_vectors = [&](int first) __attribute__((always_inline)) {
+      auto at = (block * parts + part) * BLOCK + first * LANES;
+      Ints sum[R][V];
+      UNROLL for (int r = 0; r < R; r++)
+        UNROLL for (int v = 0; v < V; v++) sum[r][v] = Ints{} + offsets[r];
+      Words high[V] = {};
+      if (K::IS_HIGH)
+        UNROLL for (int v = 0; v < V; v++) high[v] = load<Words>(weight.high + at + v * LANES);
+      UNROLL for (int c = 0; c < K::CHUNKS; c++)
         UNROLL for (int i = 0; i < K::FOURS; i++) {
-          auto bytes = K::bytes(words, high, c, i, weight.levels);
-          UNROLL for (int r = 0; r < R; r++)
-            sum[r] = dot(sum[r], bytes, load<int32_t>(q + ((c * K::FOURS + i) * R + r) * 4));
+          Words bytes[V];
+          UNROLL for (int v = 0; v < V; v++)
+            bytes[v] = K::bytes(load<Words>(chunk + c * CHUNK + (first + v) * sizeof(Words)), high[v], c, i,
+                                weight.levels);
+          UNROLL for (int r = 0; r < R; r++) {
+            auto four = Ints{} + load<int32_t>(q + ((c * K::FOURS + i) * R + r) * 4);
+            UNROLL for (int v = 0; v < V; v++) sum[r][v] = dot(sum[r][v], bytes[v], four);
+          }
+        }
+      UNROLL for (int v = 0; v < V; v++) {
+        Floats scale{}, min{};
+        if (weight.scales) scale = weight.scale(weight.scales, block, part, PART, first + v, 0);
+        if (weight.mins)
+          min = weight.are_multiples ? min_of(weight.mins, true, at + v * LANES, scale)
+                                     : weight.scale(weight.mins, block, part, PART, first + v, 1);
+        UNROLL for (int r = 0; r < R; r++) {
+          auto& total = totals[r][first + v];
+          auto factor = weight.scales ? scale * scales[r] : all(scales[r]);
+          total = fused(__builtin_convertvector(sum[r][v], Floats), factor, total);
+          if (weight.mins) total = fused(min, all(in_part[r]), total);
         }
       }
-      Floats scale{};
-      if (weight.scales) {
-        scale = weight.scale(weight.scales, block, part, PART, first + v, 0);
-        UNROLL for (int r = 0; r < R; r++)
-          totals[r][v] = fused(__builtin_convertvector(sum[r], Floats), scale * scales[r], totals[r][v]);
-      } else {
-        UNROLL for (int r = 0; r < R; r++)
-          totals[r][v] = fused(__builtin_convertvector(sum[r], Floats), all(scales[r]), totals[r][v]);
-      }
-      if (weight.mins) {
-        auto at = (block * parts + part) * BLOCK + (first + v) * LANES;
-        auto min = weight.are_multiples ? min_of(weight.mins, true, at, scale)
-                                        : weight.scale(weight.mins, block, part, PART, first + v, 1);
-        UNROLL for (int r = 0; r < R; r++) totals[r][v] = fused(min, all(in_part[r]), totals[r][v]);
-      }
-    }
+    };
+    if constexpr (V == VECTORS) add_vectors(0);
+    else UNROLL for (int first = 0; first < VECTORS; first += V) add_vectors(first);
     q += PART * R, offsets += R, in_part += R;
     if (PART == GROUP || part % 2) scales += R;
   }
   UNROLL for (int r = 0; r < R; r++)
-    UNROLL for (int v = 0; v < V; v++) store(sums + r * BLOCK + (first + v) * LANES, totals[r][v]);
+    UNROLL for (int v = 0; v < VECTORS; v++) store(sums + r * BLOCK + v * LANES, totals[r][v]);
 }
-
-// Few rows take all vectors of a block at once.
-template <int R>
-constexpr int together = R * VECTORS <= 8 ? VECTORS : 1;
 
 template <class K, int PART, int... R>
 constexpr auto by_rows(std::integer_sequence<int, R...>) {
-  return std::array{&add<K, PART, R + 1, together<R + 1>>...};
-}
-
-template <int... R>
-constexpr auto vectors_by_rows(std::integer_sequence<int, R...>) {
-  return std::array{together<R + 1>...};
+  return std::array{&add<K, PART, R + 1>...};
 }
 
 // Rows take turns on a block, which stays in the second cache; each turn prefetches its share of the next block.
 template <class K, int PART, class Out>
 void multiply(const Weight& weight, const Integers& rows, int64_t count, Out* y, int64_t start, int64_t stop) {
-  constexpr std::make_integer_sequence<int, ROWS> UP_TO_ROWS;
-  static constexpr auto adds = by_rows<K, PART>(UP_TO_ROWS);
-  static constexpr auto widths = vectors_by_rows(UP_TO_ROWS);
+  static constexpr auto adds = by_rows<K, PART>(std::make_integer_sequence<int, ROWS>());
   at::parallel_for(start, stop, 1, [&](int64_t begin, int64_t end) {
     alignas(64) float sums[ROWS * BLOCK];
     auto bytes = weight.columns / K::COLUMNS * CHUNK, batch = std::max<int64_t>(BATCH / rows.turn, 1) * rows.turn;
     for (int64_t first = 0; first < count; first += batch) {
       auto last = std::min(first + batch, count);
-      auto turns = (last - first + rows.turn - 1) / rows.turn * (VECTORS / widths[rows.turn - 1]);
+      auto turns = (last - first + rows.turn - 1) / rows.turn;
       for (auto block = begin; block < end; block++) {
         auto ahead = turns == 1 ? AHEAD : bytes;
-        for (auto row = first; row < last; row += rows.turn) {
+        for (auto row = first; row < last; row += rows.turn, ahead += bytes / turns) {
           auto now = std::min(rows.turn, last - row);
-          for (int v = 0; v < VECTORS; v += widths[now - 1], ahead += bytes / turns)
-            adds[now - 1](weight, block, v, rows, row, ahead, CHUNK / turns, sums);
+          adds[now - 1](weight, block, rows, row, ahead, CHUNK / turns, sums);
           finish(weight, block, sums, now, y + row * weight.outputs);
         }
       }

@@ -13,29 +13,29 @@
 
 namespace {
 
-// Adds to each lane the products of its four bytes of `weights` (0 to 255) and of the four bytes `row` (-127 to 127).
-inline Ints dot(Ints sums, Words weights, int32_t row) {
+// Adds to each lane the products of its four bytes of `weights` (0 to 255) and of `row` (-127 to 127).
+inline Ints dot(Ints sums, Words weights, Ints row) {
 #if defined(__AVX512VNNI__)
-  return (Ints)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)weights, _mm512_set1_epi32(row));
+  return (Ints)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)weights, (__m512i)row);
 #elif defined(__AVXVNNI__) && defined(__AVX2__) && !defined(__AVX512F__)
-  return (Ints)_mm256_dpbusd_avx_epi32((__m256i)sums, (__m256i)weights, _mm256_set1_epi32(row));
+  return (Ints)_mm256_dpbusd_avx_epi32((__m256i)sums, (__m256i)weights, (__m256i)row);
 #elif defined(__AVX512BW__)
-  auto bytes = _mm512_set1_epi32(row), low = _mm512_set1_epi16(255);  // pairs of sums stay below 16 bits apart only
+  auto low = _mm512_set1_epi16(255);  // pairs of sums stay below 16 bits apart only
   auto even = _mm512_madd_epi16(_mm512_and_si512((__m512i)weights, low),
-                                _mm512_srai_epi16(_mm512_slli_epi16(bytes, 8), 8));
-  auto odd = _mm512_madd_epi16(_mm512_srli_epi16((__m512i)weights, 8), _mm512_srai_epi16(bytes, 8));
+                                _mm512_srai_epi16(_mm512_slli_epi16((__m512i)row, 8), 8));
+  auto odd = _mm512_madd_epi16(_mm512_srli_epi16((__m512i)weights, 8), _mm512_srai_epi16((__m512i)row, 8));
   return sums + (Ints)even + (Ints)odd;
 #elif defined(__AVX2__)
-  auto bytes = _mm256_set1_epi32(row), low = _mm256_set1_epi16(255);
+  auto low = _mm256_set1_epi16(255);
   auto even = _mm256_madd_epi16(_mm256_and_si256((__m256i)weights, low),
-                                _mm256_srai_epi16(_mm256_slli_epi16(bytes, 8), 8));
-  auto odd = _mm256_madd_epi16(_mm256_srli_epi16((__m256i)weights, 8), _mm256_srai_epi16(bytes, 8));
+                                _mm256_srai_epi16(_mm256_slli_epi16((__m256i)row, 8), 8));
+  auto odd = _mm256_madd_epi16(_mm256_srli_epi16((__m256i)weights, 8), _mm256_srai_epi16((__m256i)row, 8));
   return sums + (Ints)even + (Ints)odd;
 #elif defined(__ARM_FEATURE_MATMUL_INT8)
-  return (Ints)vusdotq_s32((int32x4_t)sums, (uint8x16_t)weights, (int8x16_t)vdupq_n_s32(row));
+  return (Ints)vusdotq_s32((int32x4_t)sums, (uint8x16_t)weights, (int8x16_t)row);
 #else
   UNROLL for (int byte = 0; byte < 4; byte++)
-    sums += (Ints)(weights >> 8 * byte & 255u) * (int32_t)(int8_t)(row >> 8 * byte);
+    sums += (Ints)(weights >> 8 * byte & 255u) * ((Ints)((Words)row << (24 - 8 * byte)) >> 24);
   return sums;
 #endif
 }
