@@ -538,7 +538,7 @@ void check_heads(const char* name, const at::Tensor& tensor, at::ScalarType type
                     tensor.scalar_type(), " ", tensor.sizes(), " with strides ", tensor.strides());
 }
 
-at::Tensor as_floats(const std::optional<at::Tensor>& tensor) {
+at::Tensor as_floats(const Maybe& tensor) {
   return tensor ? tensor->to(at::kFloat).contiguous() : at::Tensor();
 }
 
@@ -576,8 +576,7 @@ void store_in(const at::Tensor& from, const at::Tensor& buffer, const Nodes& nod
 }  // namespace
 
 at::Tensor attend(const at::Tensor& queries, const at::Tensor& keys, const at::Tensor& values, const at::Tensor& nodes,
-                  double scale, double softcap, const std::optional<at::Tensor>& sinks,
-                  const std::optional<at::Tensor>& biases) {
+                  double scale, double softcap, const Maybe& sinks, const Maybe& biases) {
   auto type = queries.scalar_type();
   EXPECT("queries", queries.dim() == 4 && queries.size(0) == 1 && (type == at::kFloat || type == at::kBFloat16),
         "float32 or bfloat16 [1, heads, tokens, width]", type, " ", queries.sizes());

@@ -197,9 +197,8 @@ void put(const Kind& kind, const Byte* row, int64_t block, int64_t lane, const P
   }
 }
 
-void pack_blocks(const at::Tensor& raw, const std::optional<at::Tensor>& rows, const std::string& name,
-                 const at::Tensor& packed, const std::optional<at::Tensor>& high, const at::Tensor& scales,
-                 const std::optional<at::Tensor>& mins, const std::optional<at::Tensor>& steps) {
+void pack_blocks(const at::Tensor& raw, const Maybe& rows, const std::string& name, const at::Tensor& packed,
+                 const Maybe& high, const at::Tensor& scales, const Maybe& mins, const Maybe& steps) {
   auto entry = KINDS.find(name);
   TORCH_CHECK_VALUE(entry != KINDS.end(), "`name` must be a kind of blocks that is known, got ", name);
   auto& kind = entry->second;
@@ -211,7 +210,7 @@ void pack_blocks(const at::Tensor& raw, const std::optional<at::Tensor>& rows, c
   check("packed", packed, kind.bits == 8 ? at::kChar : at::kByte, {blocks, groups * GROUP / width, BLOCK, 4});
   auto of_scales = kind.steps ? at::kChar : name == "MXFP4" ? at::kBFloat16 : at::kHalf;
   check("scales", scales, of_scales, {blocks, parts, BLOCK});
-  auto needs = [&](const char* what, const std::optional<at::Tensor>& tensor, bool is_needed) {
+  auto needs = [&](const char* what, const Maybe& tensor, bool is_needed) {
     TORCH_CHECK_VALUE(tensor.has_value() == is_needed, "`", what, "` must ", is_needed ? "" : "not ", "be given for ",
                       name);
   };

@@ -258,11 +258,9 @@ at::Tensor linear_of(const Weight& weight, const at::Tensor& x, int64_t likely) 
   return y;
 }
 
-void check(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& high,
-           const std::optional<at::Tensor>& factors, const std::optional<at::Tensor>& scales,
-           const std::optional<at::Tensor>& mins, const std::optional<at::Tensor>& steps,
-           const std::optional<at::Tensor>& levels, const std::optional<at::Tensor>& bias, int64_t outputs,
-           int64_t part, int64_t likely) {
+void check(const at::Tensor& x, const at::Tensor& weight, const Maybe& high, const Maybe& factors, const Maybe& scales,
+           const Maybe& mins, const Maybe& steps, const Maybe& levels, const Maybe& bias, int64_t outputs, int64_t part,
+           int64_t likely) {
   auto type = weight.scalar_type(), of_rows = x.scalar_type();
   TORCH_CHECK_VALUE(of_rows == at::kFloat || of_rows == at::kBFloat16, "`x` must be float32 or bfloat16, got ", of_rows,
                     ": convert it");
@@ -298,11 +296,9 @@ void set_floats(int64_t rows) { floats_from = rows; }
 
 }  // namespace
 
-at::Tensor dots(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& high,
-                const std::optional<at::Tensor>& factors, const std::optional<at::Tensor>& scales,
-                const std::optional<at::Tensor>& mins, const std::optional<at::Tensor>& steps,
-                const std::optional<at::Tensor>& levels, const std::optional<at::Tensor>& bias, int64_t outputs,
-                int64_t way, int64_t likely) {
+at::Tensor dots(const at::Tensor& x, const at::Tensor& weight, const Maybe& high, const Maybe& factors,
+                const Maybe& scales, const Maybe& mins, const Maybe& steps, const Maybe& levels, const Maybe& bias,
+                int64_t outputs, int64_t way, int64_t likely) {
   auto columns = weight.size(1) * (weight.scalar_type() == at::kChar ? 4 : 8);
   auto part = scales && scales->size(1) ? columns / scales->size(1) : GROUP;
   check(x, weight, high, factors, scales, mins, steps, levels, bias, outputs, part, likely);

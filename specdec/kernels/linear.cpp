@@ -513,7 +513,7 @@ at::Tensor linear_of(Packed packed, const at::Tensor& x, int64_t way, const Fast
   auto count = c10::multiply_integers(x.sizes().begin(), x.sizes().end() - 1);
   way = way_of<Kind>(way, count, fastest);
   if (way == UNPACKED) {
-    std::optional<at::Tensor> bias;
+    Maybe bias;
     auto numbers = const_cast<float*>(packed.bias);
     if (numbers) bias = at::from_blob(numbers, {packed.outputs}, at::kFloat).to(x.options());
     return at::linear(x, unpacked<Single, In>(packed, x.options()), bias);
@@ -537,9 +537,8 @@ at::Tensor linear_of(Packed packed, const at::Tensor& x, int64_t way, const Fast
   return y;
 }
 
-void check(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& factors,
-           const std::optional<at::Tensor>& scales, const std::optional<at::Tensor>& mins,
-           const std::optional<at::Tensor>& bias, int64_t outputs) {
+void check(const at::Tensor& x, const at::Tensor& weight, const Maybe& factors, const Maybe& scales, const Maybe& mins,
+           const Maybe& bias, int64_t outputs) {
   auto type = weight.scalar_type();
   auto columns = columns_of_chunk(type), blocks = (outputs + BLOCK - 1) / BLOCK;
   auto of_rows = x.scalar_type();
@@ -566,9 +565,8 @@ void set_ways(at::ScalarType weight, bool grouped, bool wide, int64_t tiles, int
 
 }  // namespace
 
-at::Tensor packed_linear(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& factors,
-                         const std::optional<at::Tensor>& scales, const std::optional<at::Tensor>& mins,
-                         const std::optional<at::Tensor>& bias, int64_t outputs, int64_t way) {
+at::Tensor packed_linear(const at::Tensor& x, const at::Tensor& weight, const Maybe& factors, const Maybe& scales,
+                         const Maybe& mins, const Maybe& bias, int64_t outputs, int64_t way) {
   check(x, weight, factors, scales, mins, bias, outputs);
   Packed packed{static_cast<const char*>(weight.const_data_ptr()), pointer<at::Half>(scales), pointer<void>(mins),
                 pointer<float>(factors), pointer<float>(bias), are_multiples(mins), x.size(-1), outputs,

@@ -46,7 +46,7 @@ inline Floats floats(const at::Half* halves) {
 }
 
 // Whether mins without steps are multiples of the scales.
-inline bool are_multiples(const std::optional<at::Tensor>& mins) { return mins && mins->scalar_type() == at::kChar; }
+inline bool are_multiples(const Maybe& mins) { return mins && mins->scalar_type() == at::kChar; }
 
 // A vector of mins: float16, or int8 multiples of the scales.
 inline Floats min_of(const void* mins, bool are_multiples, int64_t at, Floats scale) {
@@ -97,12 +97,11 @@ void finish(const Packed& packed, int64_t block, const float* sums, int64_t rows
 }
 
 template <class T>
-const T* pointer(const std::optional<at::Tensor>& tensor) {
+const T* pointer(const Maybe& tensor) {
   return tensor ? static_cast<const T*>(tensor->const_data_ptr()) : nullptr;
 }
 
-inline void check(const char* name, const std::optional<at::Tensor>& tensor, at::ScalarType type,
-                  at::IntArrayRef sizes) {
+inline void check(const char* name, const Maybe& tensor, at::ScalarType type, at::IntArrayRef sizes) {
   if (tensor)
     TORCH_CHECK_VALUE(tensor->scalar_type() == type && tensor->sizes() == sizes && tensor->is_contiguous(), "`", name,
                       "` must be contiguous ", type, " ", sizes, ", got ", tensor->scalar_type(), " ", tensor->sizes());

@@ -22,16 +22,6 @@ inline Floats least(Floats a, Floats b) { return a < b ? a : b; }
 inline Floats most(Floats a, Floats b) { return a > b ? a : b; }
 inline Floats size_of(Floats numbers) { return (Floats)((Words)numbers & 0x7fffffffu); }
 
-// The nearest whole numbers; halves become even.
-inline Floats whole(Floats numbers) {
-#if defined(__AVX512F__)
-  return (Floats)_mm512_roundscale_ps((__m512)numbers, 0);
-#else
-  constexpr float ROUND = 3 << 22;
-  return numbers + ROUND - ROUND;
-#endif
-}
-
 inline void put(at::Half* to, Floats numbers) {
 #if defined(__AVX512F__)
   store(to, _mm512_cvtps_ph((__m512)numbers, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
@@ -65,7 +55,8 @@ Range best_range(const Floats* group, int64_t count) {
     auto scale = reach * shrink / 7.5f, begin = middle - reach * shrink, inverse = inverse_of(scale);
     Floats squares{};
     for (int64_t k = 0; k < count; k++) {
-      auto place = (group[k] - begin) * inverse, error = place - least(most(whole(place), Floats{}), all(15));
+      auto place = (group[k] - begin) * inverse, whole = __builtin_convertvector(nearest(place), Floats);
+      auto error = place - least(most(whole, Floats{}), all(15));
       squares = fused(error, error, squares);
     }
     squares *= scale * scale;
@@ -157,7 +148,7 @@ void round_blocks(const at::Tensor& weight, const Packed& packed, float* factors
 }
 
 void round_weight(const at::Tensor& weight, int64_t inputs, const at::Tensor& packed, const at::Tensor& factors,
-                  const std::optional<at::Tensor>& scales, const std::optional<at::Tensor>& mins) {
+                  const Maybe& scales, const Maybe& mins) {
   auto wide = weight.scalar_type() == at::kFloat;
   TORCH_CHECK_VALUE(wide || weight.scalar_type() == at::kBFloat16, "`weight` must be float32 or bfloat16, got ",
                     weight.scalar_type());
