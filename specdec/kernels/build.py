@@ -19,7 +19,7 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
@@ -189,6 +189,8 @@ def _compile(library: Path, program: Sequence[str]) -> None:
             for source, to in zip(_SOURCES, objects, strict=True)
         ]
         for job in jobs:
+            while not wait([job], timeout=1).done:
+                pass  # Ctrl-C may reach another thread, which does not end this one's wait before its timeout
             job.result()
         run([*program, *_FLAGS, "-shared", *objects, "-o", str(library), f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10"])
 
