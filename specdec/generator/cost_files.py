@@ -139,7 +139,7 @@ def _faded(line: LinearFit) -> LinearFit:
         return line
     sums, mean = [_WEIGHT / line.weight * value for value in line[:5]], line.seconds / line.weight
     steepness = line.slope / mean
-    return LinearFit._make((*sums, min(steepness, math.sqrt(steepness * LinearFit().steepness)), line.trust))
+    return LinearFit._make((*sums, min(steepness, math.sqrt(steepness * LinearFit().steepness)), line.trust, False))
 
 
 def write_costs(last: LastPacings, odds: Odds | None) -> None:

@@ -122,6 +122,7 @@ class LinearFit(NamedTuple):
     `weight`: the sum of weights; `nodes`, `seconds`, `squares` (of nodes), `products` (nodes * seconds): weighted sums.
     The prior of the slope is the share `steepness` of a pass per node, with the weight of `trust` passes that differ by
     one node; by default it only matters while all passes have about the same size. The slope is always positive.
+    `stalled`: the last pass took so long that it does not count.
     """
 
     weight: float = 0.0
@@ -131,19 +132,24 @@ class LinearFit(NamedTuple):
     products: float = 0.0
     steepness: float = 0.02
     trust: float = 1.0
+    stalled: bool = False
 
     def add(self, nodes: float, seconds: float) -> LinearFit:
         """With one more pass; each older one loses 5% of its weight.
 
-        A stall (another program, say) must not count in full: seconds are cut to three times a mean pass's, more in
-        proportion for more nodes. A pass of less than a third of the mean time, less in proportion for
-        fewer nodes, shows that the earlier ones were stalls: it takes their place, and counts as two passes.
+        A pass of more than three times the mean time, more in proportion for more nodes, is a stall (another program,
+        say), which does not count. The second in a row counts as three times the mean. A pass of less than a third,
+        less in proportion for fewer nodes, shows that the earlier ones were stalls: it takes their place, and counts as
+        two passes.
         """
         usual = self.seconds / self.weight if self.weight else seconds
         wider = nodes * self.weight / self.nodes if self.nodes else 1.0
         if seconds < min(wider, 1.0) * usual / 3:
             return LinearFit(steepness=self.steepness, trust=self.trust).add(nodes, seconds).add(nodes, seconds)
-        f, seconds = 0.95, min(seconds, 3 * max(wider, 1.0) * usual)
+        most = 3 * max(wider, 1.0) * usual
+        if seconds > most and not self.stalled:
+            return self._replace(stalled=True)
+        f, seconds = 0.95, min(seconds, most)
         return LinearFit(
             f * self.weight + 1,
             f * self.nodes + nodes,
@@ -161,7 +167,7 @@ class LinearFit(NamedTuple):
 
     def idle(self) -> LinearFit:
         """With a little less weight, after a round in which other sources drafted: it is measured again in the end."""
-        return LinearFit._make((*(_IDLE * value for value in self[:5]), self.steepness, self.trust))
+        return LinearFit._make((*(_IDLE * value for value in self[:5]), *self[5:]))
 
     @property
     def slope(self) -> float:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 _SHORTEST, _LONGEST = 16, 256  # plain rounds until the next try: at first, and after wrong ones
-_LONGEST_DEAR = 1024  # the most after a slow try, which may have been a stall
+_LONGEST_DEAR = 1024  # the most after slow tries
+_GROWTH = 8  # times the last pause that one after a slow try may last: the try may have been a stall
 _LOOK = 0.005  # the share of the time without a draft that tries may take, reading the text included
 _REST = 8  # one round in so many of a pause is measured
 _MOST_LOST = 3  # plain rounds' seconds that drafting may lose before it is suspended
@@ -65,11 +66,12 @@ class Pause(NamedTuple):
         """A pause, as drafting is predicted to lose; the last draft's nodes took `price` seconds of the target's pass.
 
         A wrong guess doubles the pause, a `right` one makes it the shortest. It lasts so long that tries, with the
-        reading before them, take at most the share `_LOOK` of the time, or twice that after a right guess.
+        reading before them, take at most the share `_LOOK` of the time, or twice that after a right guess. But one slow
+        try alone makes no long pause.
         """
         usual = _SHORTEST if right else min(max(2 * self.length, _SHORTEST), _LONGEST)
         dear = (self.reading + price) / plain_round / (2 * _LOOK if right else _LOOK)
-        length = max(usual, min(dear, _LONGEST_DEAR))
+        length = max(usual, min(dear, _GROWTH * self.length, _LONGEST_DEAR))
         return self._replace(length=length, waited=0.0, unit=plain_round, rounds=0, reading=0.0)
 
     def judged(self, loss: float, plain_round: float) -> Pause:
