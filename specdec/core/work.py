@@ -10,10 +10,10 @@ from torch import Tensor
 
 from specdec.core.tree import EMPTY, Tree
 
-CHUNK = 2048
-"""The most prompt tokens of one pass, while no other sequence waits for it."""
-SHARED_CHUNK = 256
-"""The same while sequences that have read their prompts wait for this pass."""
+CHUNKS = 2048, 256
+"""The most prompt tokens of one pass; and of one that sequences which have read their prompts wait for."""
+CPU_CHUNKS = 256, 64
+"""The same for weights in a CPU's memory, where passes over more tokens are no faster."""
 READ_ALONG = 16
 """The most tokens of a text that a draft model reads in the pass of its first guess, while another text can guess."""
 VOID_COLUMNS = 64

@@ -15,7 +15,7 @@ from functools import cache
 
 from specdec.core.drafts import SavedState
 from specdec.core.sequence import RunningSequence
-from specdec.core.work import CHUNK, READ_ALONG, SHARED_CHUNK
+from specdec.core.work import CHUNKS, CPU_CHUNKS, READ_ALONG
 from specdec.engine.drafts import OpenDraft, OpenDrafts
 from specdec.engine.prefix_cache import LEAST, Key, PrefixCache, SharedTexts
 from specdec.engine.request import Request
@@ -45,6 +45,8 @@ class Scheduler:
         self._model, self._drafts, self._kv_bytes, self._epoch = model, drafts, model.kv_bytes, model.epoch
         self._requests, self._guard = drafts.requests, drafts.guard
         self.prefilling: list[RunningSequence] = []
+        in_cpu_memory = model.device.type == "cpu" and not model.is_offloaded
+        self._chunk, self._shared_chunk = CPU_CHUNKS if in_cpu_memory else CHUNKS
         self._others_first = False
         # by source: the sequences without a row whose prompts are copies
         self._copies: dict[Hashable, set[RunningSequence]] = defaultdict(set)
@@ -82,7 +84,7 @@ class Scheduler:
         ready: list[RunningSequence] = []
         unread = 0
         for seq in order:
-            if unread >= CHUNK:
+            if unread >= self._chunk:
                 break  # later, a sequence may continue what is read until then
             with self._guard([seq]):  # where no cache row can be made
                 if self._give_row(seq):
@@ -95,7 +97,7 @@ class Scheduler:
             chunk = max(row_seq.length for seq in request.seqs for row_seq in seq.batch_seqs)
         else:
             others_wait = any(self._requests[seq.id] is not request for seq in running)
-            limit = SHARED_CHUNK if others_wait else CHUNK
+            limit = self._shared_chunk if others_wait else self._chunk
             chunk = min(request.prefill_chunk or limit, limit)
         together = self._together(ready, request, chunk) if len(ready) > 1 else ready
         return {seq: None if self._ends(seq, chunk) else chunk for seq in together}
@@ -190,9 +192,9 @@ class Scheduler:
         leaders = self._begin(opened, seqs)
         unread = {seq: proposer.unread(seq) for seq in seqs if seq in texts}
         if any(count <= READ_ALONG for count in unread.values()):
-            most, chunk = READ_ALONG, SHARED_CHUNK
+            most, chunk = READ_ALONG, self._shared_chunk
         else:
-            most, chunk = max(READ_ALONG, CHUNK // max(len(unread), 1)), CHUNK
+            most, chunk = max(READ_ALONG, self._chunk // max(len(unread), 1)), self._chunk
         behind = [(seq, count - 1) for seq, count in unread.items() if count > (1 if seq in leaders else most)]
         if behind:
             batch = _batch(behind, chunk)

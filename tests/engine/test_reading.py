@@ -5,6 +5,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import pytest
+import torch
 
 from specdec.core.budget import Budget
 from specdec.core.drafts import Draft
@@ -41,8 +42,9 @@ class Text(FakeSequence):
 class Reader:
     """A draft whose texts a scheduler has read, as the engine does in each round."""
 
-    def __init__(self, draft: Draft, vocab_size: int = 50) -> None:
+    def __init__(self, draft: Draft, vocab_size: int = 50, device: str = "cpu") -> None:
         model = LanguageModel(tiny("llama", vocab=vocab_size))
+        model.device = torch.device(device)
         self.drafts = drafts = OpenDrafts(model, {}, lambda seqs: nullcontext())  # type: ignore[arg-type,return-value]
         self.scheduler = Scheduler(model, PrefixCache(0), drafts)
         drafts.start(draft, self.scheduler.session)
@@ -64,7 +66,7 @@ def one(reader: Reader, row: Text, limit: int = 5) -> list[int]:
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, size in (("CHUNK", 8), ("SHARED_CHUNK", 4), ("READ_ALONG", 4)):
+    for name, size in (("CHUNKS", (8, 4)), ("CPU_CHUNKS", (4, 4)), ("READ_ALONG", 4)):
         monkeypatch.setattr(module, name, size)
 
 
@@ -89,12 +91,15 @@ def test_long_prompts_are_read_a_chunk_per_round() -> None:
 
 
 @pytest.mark.usefixtures("small_chunks")
-def test_a_long_prompt_alone_is_read_in_long_chunks() -> None:
-    """Small ones are for those who would have to wait."""
+@pytest.mark.parametrize(("device", "fed"), [("meta", [8, 8, 5]), ("cpu", [4, 4, 4, 4, 4, 1])])
+def test_a_long_prompt_alone_is_read_in_long_chunks(device: str, fed: list[int]) -> None:
+    """Small ones are for those who would have to wait, and for a CPU. (A request that came during a pass over 2,048
+    tokens waited for nine seconds there, and the pass was no faster.)"""
     model, row = FakeModel(), Text(list(range(21)))
-    session = Reader(ModelDraft(model))
-    assert [one(session, row, 1) for _ in range(2)] == [[], model.greedy(row.tokens, 1)]
-    assert model.fed == [[8], [8], [5]]
+    session = Reader(ModelDraft(model), device=device)
+    texts = [one(session, row, 1) for _ in fed[1:]]
+    assert texts[-1] == model.greedy(row.tokens, 1)
+    assert model.fed == [[count] for count in fed]
 
 
 def test_rows_of_one_source_read_it_once() -> None:
@@ -145,8 +150,7 @@ def test_a_row_that_comes_later_continues_what_its_source_has_read() -> None:
 @pytest.mark.parametrize("name", ["llama", "qwen3_next"])
 def test_text_that_grew_long_without_the_draft(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is read in chunks like a prompt. (Old branches were taken for its beginning.)"""
-    monkeypatch.setattr(module, "CHUNK", 4)
-    monkeypatch.setattr(module, "SHARED_CHUNK", 3)
+    monkeypatch.setattr(module, "CPU_CHUNKS", (4, 3))
     model, budget = tiny(name), Budget.sure(3, branches=2)
     rows = [Text([5, 6, 7], 0, task=TASK), Text([8, 9], 1, task=TASK)]
     session = Reader(ModelDraft(LanguageModel(model)), 64)

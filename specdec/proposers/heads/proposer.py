@@ -11,7 +11,7 @@ from torch import Tensor
 
 from specdec.core.budget import Budget
 from specdec.core.drafts import Commit, Draft, Hidden, SavedState, SequenceView
-from specdec.core.work import CHUNK, Logits, Work
+from specdec.core.work import CHUNKS, Logits, Work
 from specdec.models.language_model import LanguageModel
 from specdec.models.protocols import Capability
 from specdec.proposers.growth import CachedText, Feed
@@ -182,7 +182,7 @@ class HeadProposer(ModelProposer):
         with self._reset_on_error():
             self._take_in([seq])
             while self._can_read(seq) and self._is_continuous(seq) and self._end(seq) > self._cached[seq_id].num_text:
-                self.read([seq], CHUNK)
+                self.read([seq], CHUNKS[0])
 
     def _reusable(self, cached: CachedText) -> int:
         """The branches that were fed with the target's features."""
