@@ -117,10 +117,10 @@ def test_a_search_that_lost_does_not_silence_greedy_drafting() -> None:
     generator = SpecGenerator(model, draft, schedule="cost")
     draft.asleep = True
     assert generator.generate(IDS, **searching).stats.num_draft_tokens > 15
-    assert generator.generate(IDS, **searching).stats.num_draft_tokens <= 3  # a look at one token of every beam
+    assert generator.generate(IDS, **searching).stats.num_draft_tokens <= 6  # two looks at one token of every beam
     draft.asleep = False
     assert generator.generate(IDS, **RUN).stats.num_accepted_draft_tokens == RUN["max_new_tokens"] - 1
-    assert generator.generate(IDS, **searching).stats.num_draft_tokens <= 3
+    assert generator.generate(IDS, **searching).stats.num_draft_tokens <= 6
 
 
 def test_what_was_learned_belongs_to_the_draft() -> None:
