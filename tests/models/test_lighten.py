@@ -110,9 +110,9 @@ def whisper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
 @pytest.mark.parametrize(
     ("faster", "dtype", "encoder", "head"),
     [
-        (("1500-rows-bfloat16", "1500-rows-int8", "1-rows-int8"), torch.bfloat16, "int8", "bfloat16"),
-        (("1500-rows-bfloat16",), torch.bfloat16, "bfloat16", "bfloat16"),
-        (("1500-rows-int8",), torch.float32, "int8", "float32"),
+        (("256-rows-bfloat16", "256-rows-int8", "1-rows-int8"), torch.bfloat16, "int8", "bfloat16"),
+        (("256-rows-bfloat16",), torch.bfloat16, "bfloat16", "bfloat16"),
+        (("256-rows-int8",), torch.float32, "int8", "float32"),
         (("1-rows-int8",), torch.float32, "float32", "float32"),
     ],
 )

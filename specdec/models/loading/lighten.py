@@ -29,11 +29,11 @@ _LEAST = 2**26  # weights: passes of smaller models spend their time elsewhere, 
 _LARGE = 2**16  # tokens
 _WIDE, _GAIN = 8, 1.3  # bits from which on a copy in 4 pays, and how many times fewer a copy has at least
 _LEAST_HEARING = 2**24
-_FRAMES = 1500  # an encoder of speech reads so many at once
+_FRAMES = 256  # an encoder of speech reads far more at once, which other programs would interrupt while it is timed
 _OF_FRAMES = ("encoder_attn.k_proj", "encoder_attn.v_proj")  # the decoder's layers that read them
-# Rows -> count and size of the layers that are timed; for one row, as in use, so many that no cache holds them.
-_SAMPLES = {1: (16, 2048, 4096), _FRAMES: (1, 512, 2048)}
-_RUNS = 12  # the fastest counts, as other programs disturb most
+# Rows -> runs that are timed, of which the fastest counts, as other programs disturb most; count and size of the layers:
+# for one row, as in use, so many that no cache holds them.
+_SAMPLES = {1: (12, 16, 2048, 4096), _FRAMES: (72, 1, 512, 2048)}
 
 
 def lightened(model: Any, *, owned: bool) -> Any:
@@ -185,7 +185,7 @@ def _are_faster(kind: str, rival: str, rows: int) -> bool:
     """Whether weights of a kind multiply so many rows faster than weights of its rival; timed once per machine."""
 
     def work(kind: str) -> Callable[[], object]:
-        count, *shape = _SAMPLES[rows]
+        _, count, *shape = _SAMPLES[rows]
         weight = torch.linspace(-1, 1, shape[0] * shape[1], device="cpu").view(*shape)
         dtype = kernels.FLOATS.get(kind)
         layer = kernels.pack(weight.to(dtype)) if dtype else kernels.round_weight(weight, int(kind[3:]))
@@ -195,7 +195,7 @@ def _are_faster(kind: str, rival: str, rows: int) -> bool:
 
     def faster() -> list[int]:
         works = work(kind), work(rival)
-        turns = [[kernels.best_seconds(run, 1) for run in works] for _ in range(_RUNS)]
+        turns = [[kernels.best_seconds(run, 1) for run in works] for _ in range(_SAMPLES[rows][0])]
         return [int(min(seconds for seconds, _ in turns) < min(seconds for _, seconds in turns))]
 
     return bool(measured(f"{rows}-rows-{kind}-before-{rival}", 1, faster)[0])
