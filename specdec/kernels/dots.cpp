@@ -98,8 +98,8 @@ struct Kind {
   }
 };
 
-// The sums `[R, 32]` of R rows and one block; `ahead` and `stride` as in linear.cpp. Entries of many rows are loaded once
-// for all vectors of outputs; few rows take one vector after the other, which reads faster.
+// The sums `[R, 32]` of R rows and one block; `ahead` and `stride` as in linear.cpp. Entries of many rows are loaded
+// once for all vectors of outputs; few rows take one vector after the other, which reads faster.
 template <class K, int PART, int R>
 void add(const Weight& weight, int64_t block, const Integers& rows, int64_t row, int64_t ahead, int64_t stride,
          float* sums) {
@@ -117,6 +117,7 @@ void add(const Weight& weight, int64_t block, const Integers& rows, int64_t row,
       __builtin_prefetch(chunk + c * CHUNK + ahead);
       __builtin_prefetch(chunk + c * CHUNK + ahead + CHUNK / 2);
     }
+    // A function, since GCC does not unroll this loop around the loops in it.
     auto add_vectors = [&](int first) __attribute__((always_inline)) {
       auto at = (block * parts + part) * BLOCK + first * LANES;
       Ints sum[R][V];
@@ -203,7 +204,7 @@ Integers integers(const at::Tensor& x, int64_t count, const Weight& weight, bool
   auto offsets = reinterpret_cast<int32_t*>(room + of_q + of_scales);
   auto sums = reinterpret_cast<float*>(room + of_q + of_scales + of_parts);
   auto from = x.const_data_ptr<In>();
-  // A thread rounds all rows of a turn, which share lines of the caches: two cores would wait for each other at each line.
+  // A thread rounds all rows of a turn, which share lines of the caches: two cores would wait for each other.
   at::parallel_for(0, turns * groups, std::max<int64_t>((1 << 10) / turn, 1), [&](int64_t begin, int64_t end) {
     for (auto at = begin; at < end; at++) {
       auto start = at / groups * turn, group = at % groups, column = group * GROUP, now = std::min(turn, count - start);
