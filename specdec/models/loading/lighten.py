@@ -31,8 +31,8 @@ _WIDE, _GAIN = 8, 1.3  # bits from which on a copy in 4 pays, and how many times
 _LEAST_HEARING = 2**24
 _FRAMES = 256  # an encoder of speech reads far more at once, which other programs would interrupt while it is timed
 _OF_FRAMES = ("encoder_attn.k_proj", "encoder_attn.v_proj")  # the decoder's layers that read them
-# Rows -> runs, of which the fastest counts, as other programs disturb most; count and size of the layers that are timed:
-# for one row, as in use, so many that no cache holds them.
+# Rows -> runs, of which the fastest counts, as other programs disturb most; count and size of the timed layers: for one
+# row, as in use, so many that no cache holds them.
 _SAMPLES = {1: (12, 16, 2048, 4096), _FRAMES: (72, 1, 512, 2048)}
 
 
