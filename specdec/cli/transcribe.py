@@ -61,7 +61,7 @@ Format = Enum("Format", {"text": "text", "json": "json", "srt": "srt", "vtt": "v
 SPEECH_FLAGS = {**FLAGS, "chunk_length": "chunk_length_s"}
 
 
-@flags.takes("draft num_draft_tokens schedule dtype backend exactness device_map prefix_cache stats quiet")
+@flags.takes("draft num_draft_tokens schedule dtype quantization backend exactness device_map prefix_cache stats quiet")
 def transcribe(
     ctx: typer.Context,
     files: list[str] | None = Argument(
@@ -76,6 +76,9 @@ def transcribe(
     model: str | None = flags.flag(f"Whisper model: hub id or folder. {ZOO}, the model of --demo, knows 299 words."),
     language: str | None = flags.flag("Language of the recordings, a name or code; detected by default."),
     task: Literal["transcribe", "translate"] | None = flags.flag("Translations are into English."),
+    prompt: str | None = flags.flag(
+        "Text that each recording continues, such as names that are said in it.", metavar="TEXT"
+    ),
     format: list[Format] = Option([Format.text], help="Output; json is one object per file and line; repeatable."),
     words: bool = Option(
         False, "--words", help="Timestamps of words; in vtt they stand in the segments' cues, in json in segments."
@@ -117,6 +120,8 @@ def transcribe(
         check_output(recordings, kind, output_dir, files or [])
     if not {"srt", "vtt"} & {*formats}:
         refuse_idle(ctx.params, LINES, "is for subtitles: pass --format srt or vtt")
+    if words and formats == ["text"]:
+        raise OptionError("--words gives times, which text has not: pass --format json, srt or vtt")
     if max_line_width is None:
         refuse_idle(ctx.params, ("max_line_count",), "counts lines of a width: pass --max-line-width")
     request = read_speech(ctx.params)
@@ -297,7 +302,7 @@ def read_speech(params: Mapping[str, Any]) -> CommandRequest:
             raise OptionError(f"{flag} {name}: there is no such folder; for the hub's model pass openai/whisper-{name}")
     target = locate(model, "target", "--model")
     read_draft(draft, "--draft")
-    same = ("num_draft_tokens", "schedule", "max_new_tokens", "seed", "language", "task", "chunk_length")
+    same = ("num_draft_tokens", "schedule", "max_new_tokens", "seed", "language", "task", "prompt", "chunk_length")
     call = {SPEECH_FLAGS.get(name, name): value for name, value in passed(params, same).items()}
     if params.get("words") or params.get("max_words_per_line"):
         call["return_timestamps"] = "word"

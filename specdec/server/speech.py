@@ -44,13 +44,7 @@ class SpeechModel:
 
     def _options(self, prompt: str | None, options: dict[str, Any], cancel: Cancel) -> dict[str, Any]:
         """The options of a call, which `cancel` ends."""
-        if prompt:
-            try:
-                ids = [int(token) for token in self.generator.tokenizer.get_prompt_ids(prompt)]
-            except ValueError as error:
-                raise ApiError(400, f"`prompt`: {error}", param="prompt") from None
-            options = {**options, "prompt_ids": ids}
-        passed = {name: value for name, value in options.items() if value is not None}
+        passed = {name: value for name, value in {**options, "prompt": prompt or None}.items() if value is not None}
         return {"stopping_criteria": [cancel.check], **passed}
 
     def warm_up(self) -> None:

@@ -515,6 +515,19 @@ def test_text_that_is_told_by_windows(options: dict[str, Any]) -> None:
     assert (len(pieces) > 1) == (options in ({}, {"return_timestamps": True}))
 
 
+def test_a_prompt_is_text() -> None:
+    """Its ids are those that transformers' tokenizer makes of it. (Names could be given as ids alone.)"""
+    transcriber, sound = Transcriber(target(), processor=PARTS), speech(0.9)
+    expected = transcriber(sound, **EN, prompt_ids=PROMPT)
+    assert transcriber(sound, **EN, prompt="aeb").tokens == expected.tokens
+    assert expected.tokens != transcriber(sound, **EN, prompt="").tokens == transcriber(sound, **EN).tokens
+    for wrong, message in ((7, "`prompt` must be text"), ("<|en|>", "special token")):
+        with pytest.raises(OptionError, match=message):
+            transcriber(sound, **EN, prompt=wrong)
+    with pytest.raises(OptionError, match="leave one out"):
+        transcriber(sound, **EN, prompt="aeb", prompt_ids=PROMPT)
+
+
 def test_calls_in_the_pipeline_s_shapes() -> None:
     """One input, a list, an iterator; options of the decoding in `generate_kwargs` or written out, or at the start."""
     model, sounds = target(1, stamps=False), [speech(0.7, seed=seed) for seed in range(3)]

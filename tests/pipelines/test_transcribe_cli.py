@@ -82,6 +82,8 @@ def test_json(folder: Path, typed: Any) -> None:
         assert line["finish_reasons"] == whole.finish_reasons
         assert line["real_time_factor"] == pytest.approx(line["seconds"] / line["duration"], rel=0.05)
     assert "segments" not in lines[0]
+    line = json.loads(typed(files[1], "--format", "json", "--prompt", "aeb", "--quiet")[1])
+    assert line["text"] == expected(folder, "long.wav", return_timestamps=True, prompt="aeb")["text"]
     line = json.loads(typed(files[1], "--format", "json", "--words", "--quiet")[1])
     words = [word for segment in line["segments"] for word in segment["words"]]
     assert [word["word"] for word in words] == [chunk["text"] for chunk in line["chunks"]] != []
@@ -250,6 +252,8 @@ def test_cues_are_cut_as_asked(folder: Path, typed: Any) -> None:
     assert all(" " not in line for line in lines if " --> " not in line)
     code, _, err = typed("long.wav", "--max-line-width", "40")
     assert (code, "--max-line-width is for subtitles: pass --format srt or vtt" in err) == (2, True)
+    code, _, err = typed("long.wav", "--words")
+    assert (code, "--words gives times, which text has not: pass --format json, srt or vtt" in err) == (2, True)
 
 
 def test_lines_of_decoder_libraries_stay_off_the_screen(

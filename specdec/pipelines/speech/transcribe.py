@@ -33,7 +33,7 @@ from specdec.pipelines.speech.windows import Listener, Segment, Track, options_a
 Progress = Callable[[float, float], None]
 OnError = Callable[[Any, SpecdecError], None]
 Stop = Callable[[], bool]
-_CALL = ("chunk_length_s", "stride_length_s", "batch_size", "return_language", "generate_kwargs")
+_CALL = ("chunk_length_s", "stride_length_s", "batch_size", "return_language", "prompt", "generate_kwargs")
 CALL_OPTIONS = (*_CALL, *NAMES)
 """The options of a call that are no options of `generate`."""
 _WORDLESS = 10.0  # seconds of sound; a longer recording without a word is a warning
@@ -148,7 +148,8 @@ class Transcriber:
         `[channels, samples]`), or `{"array", "sampling_rate"}`. Recordings longer than the model's window are decoded
         window by window, or with `chunk_length_s` in chunks that overlap by `stride_length_s` on both sides (by default
         a sixth); `batch_size` windows or chunks at a time. `return_timestamps`: True for segments, "word" for words;
-        `return_language` adds the language to chunks. `generate_kwargs`, whose items may also be passed as arguments:
+        `return_language` adds the language to chunks. `prompt`: text that the recording continues, such as names that
+        are said in it; its ids are `prompt_ids`. `generate_kwargs`, whose items may also be passed as arguments:
         the fields of `SpeechSettings` and the options of `SpecGenerator.generate`. `progress(done, whole)` is called
         with seconds of sound. Once `stop_when()`, which is called after each round of windows, is true, the results are
         what was heard so far, without recordings that were not begun.
@@ -248,6 +249,8 @@ class Transcriber:
         options = {**_flat(self._defaults), **_flat(arguments)}
         options = {name: value for name, value in options.items() if value is not None and name not in _IGNORED}
         call, speech = pop_fields(options, _CALL), pop_fields(options, NAMES)
+        if (prompt := call.get("prompt")) not in (None, ""):
+            speech["prompt_ids"] = self._prompt_ids(prompt, speech.get("prompt_ids"))
         if options.pop("do_sample", False):
             speech.setdefault("temperature", 1.0)  # `generate` samples at this temperature by default
         if "seed" not in options:
@@ -268,6 +271,17 @@ class Transcriber:
             self.generator.options(**options_at(temperature, options, settings))
         language = bool(call.get("return_language"))
         return _Request(settings, chunking, batch_size, language, options, progress, on_error, stop_when)
+
+    def _prompt_ids(self, prompt: object, ids: object) -> list[int]:
+        """The ids of a text before the recording; raises OptionError for special tokens in it."""
+        if not isinstance(prompt, str):
+            raise OptionError.of("prompt", "text that the recording continues", prompt)
+        if ids is not None:
+            raise OptionError("`prompt` and `prompt_ids` are two forms of one text: leave one out")
+        try:
+            return [int(token) for token in self._whisper.tokenizer.get_prompt_ids(prompt)]
+        except ValueError as error:
+            raise OptionError(f"`prompt`: {error}") from None
 
     def _stream(self, inputs: Iterator[Any], request: _Request) -> Iterator[Transcription | None]:
         first = 0
