@@ -66,6 +66,9 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "best_of": ((1,), "use `num_samples` and `n`, the best of samples by their log-probability"),
     "chat_template": ((), "templates of clients are not run: leave it out"),
     "prompt_embeds": ((), "embeddings are not read: pass text or token ids"),
+    # llama.cpp's
+    "mirostat": ((0,), "set `temperature`, `top_p` or `min_p`"),
+    "repeat_penalty": ((1, 1.0), "`repetition_penalty` penalizes the tokens of the whole text"),
     # Ollama's
     "num_predict": ((), "did you mean `max_tokens`?"),
     "num_ctx": ((), "the server's flag `--context` sets the context: leave it out"),
@@ -77,6 +80,7 @@ HINTS = (
     # llama.cpp's
     *("cache_prompt", "id_slot", "n_keep", "n_cache_reuse", "n_indent", "samplers", "t_max_prompt_ms"),
     *("t_max_predict_ms", "timings_per_token", "return_progress", "return_tokens", "response_fields"),
+    *("mirostat_tau", "mirostat_eta"),
 )
 _COMPARED = 10  # unknown fields that are compared with the fields
 _NAMED = set[str]()  # hints that the log has named

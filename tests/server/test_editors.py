@@ -238,11 +238,13 @@ def test_paths_and_fields_of_ollama() -> None:
             assert (answer.status_code, answer.json()["error"]["message"][: len(words)]) == (404, words), path
         for field, words in {
             "num_predict": "did you mean `max_tokens`?", "num_ctx": "`--context`", "temprature": "`temperature`?)",
-            "options": "beside `model`", "repeat_penalty": "(did you mean `repetition_penalty`?)",
+            "options": "beside `model`", "repeat_penalty": "`repetition_penalty`", "mirostat": "`min_p`",
         }.items():  # fmt: skip
             for path, body in {"/v1/completions": {"prompt": "a"}, CHATS: {"messages": [USER]}}.items():
                 error = c.post(path, json={**body, field: 5}).json()["error"]
                 assert (error["param"], words in error["message"]) == (field, True), error
+        neutral = {"repeat_penalty": 1.0, "mirostat": 0, "mirostat_tau": 5.0}  # as clients with sliders send them
+        assert "choices" in c.complete(prompt="a", max_tokens=1, **neutral)
         far = c.complete(prompt="a", **{"x" * 9999: 5})["error"]["message"]
         half = c.post("/v1/completions", content=rb'{"prompt": "a", "max_token\ud800": 1}', headers=JSON)
     assert far.endswith("is not known here: leave it out")
