@@ -32,7 +32,8 @@ _TOKENS = 96  # the most tokens of an answer
 _FEW = 8  # tokens that say how fast an answer is
 _LEAST = 4  # tokens after the first, without which an answer that time ended says nothing
 _WARM = 16  # tokens in which a draft makes its first passes, which are slow
-_WORTH = 2.5  # an answer so many times as long as one of a few words is worth more than another prompt's
+_STEADY = 16  # the most tokens of an answer without a draft, each of which takes about as long
+_WORTH = 1.25  # an answer so many times as long as one of a few words is worth more than another prompt's
 _LAPS = 3  # over all prompts, at most
 _FINALISTS = 2  # drafts that are tried in further modes
 _LARGE = 2**27  # bytes of weights: rounding smaller models gains little and hurts them more
@@ -373,7 +374,8 @@ class Tuner:
                 self._say(f"{mode.label}, draft {draft}, prompt {number + 1} of {len(calls)}")
                 self.watch.look()
                 most = min(max((end - self.clock()) / (laps * len(generators) - place), self._few), left)
-                if (answer := self._answer(generator, number, _TOKENS, most)) is not None:
+                tokens = _STEADY if draft == NONE else _TOKENS
+                if (answer := self._answer(generator, number, tokens, most)) is not None:
                     before = answers[draft].get(number, answer)
                     answers[draft][number] = min(before, answer, key=lambda one: one.ms)
         for draft, answer in short.items():
