@@ -4,6 +4,7 @@
 
 The parts of a page are summarized, and their summaries again; transformers reads the same prompts, one after another,
 and writes at most as many tokens. Seconds are those of the first call, without kept prefixes; models are loaded before.
+ROUGE-1 and ROUGE-L (F-measures, by the package rouge-score) hold each summary against the prompt that it sums up.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import argparse
 from functools import partial
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from time import perf_counter
 from typing import Any
 
@@ -54,6 +55,16 @@ def write(model: Any, pairs: list[tuple[list[int], list[int]]], most: int) -> li
     return texts
 
 
+def rouge(texts: list[list[int]], prompts: list[list[int]], tokenizer: Any) -> str:
+    """The mean F-measures of ROUGE-1 and ROUGE-L of texts beside their prompts."""
+    from rouge_score.rouge_scorer import RougeScorer
+
+    kinds = ["rouge1", "rougeL"]
+    scorer, decode = RougeScorer(kinds), partial(tokenizer.decode, skip_special_tokens=True)
+    scores = [scorer.score(decode(prompt), decode(text)) for prompt, text in zip(prompts, texts, strict=True)]
+    return ", ".join(f"{fmean(score[kind].fmeasure for score in scores):.3f}" for kind in kinds)
+
+
 def main() -> None:
     """Measures all pages."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -70,6 +81,7 @@ def main() -> None:
     drafts = {f"specdec, draft {args.draft}": drafted, "specdec, no draft": plain}
     ours = {name: Recorder(Summarizer(generator, chunk_tokens=args.part)) for name, generator in drafts.items()}
     watch, seconds, texts = Watch(), dict[str, list[float]](), dict[str, list[list[int]]]()
+    read = list[list[int]]()
     for file in args.pages:
         page = file.read_text("utf-8")
         systems: dict[str, Any] = {name: partial(recorder, page, args.tokens) for name, recorder in ours.items()}
@@ -80,12 +92,14 @@ def main() -> None:
             began = perf_counter()
             texts.setdefault(name, []).extend(run())
             seconds.setdefault(name, []).append(perf_counter() - began)
+        read += [prompt for prompt, _ in prompts]
     rows = []
     for name, times in seconds.items():
         ratio = median(a / b for a, b in zip(seconds["transformers"], times, strict=True))
         same = sum(map(list.__eq__, texts[name], texts["specdec, no draft"]))
-        rows.append([name, f"{median(times):.1f}", f"{ratio:.2f}x", f"{same}/{len(texts[name])}"])
-    print(table(["system", "seconds", "over transformers", "same texts"], rows))
+        scores = rouge(texts[name], read, plain.tokenizer)
+        rows.append([name, f"{median(times):.1f}", f"{ratio:.2f}x", f"{same}/{len(texts[name])}", scores])
+    print(table(["system", "seconds", "over transformers", "same texts", "ROUGE-1, ROUGE-L"], rows))
     print(f"\n{watch.verdict()}")
 
 
