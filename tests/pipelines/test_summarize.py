@@ -210,12 +210,12 @@ def test_parts_are_read_together(monkeypatch: pytest.MonkeyPatch) -> None:
     read, forward, heard = [], target.forward, list[tuple[int, int]]()
     monkeypatch.setattr(target, "forward", lambda **given: read.append(given["input_ids"].shape) or forward(**given))
     report = {"progress": lambda *numbers: heard.append(numbers)}
-    [document] = summarize.summarize([LONG], max_new_tokens=2, **report, **CLEAN).documents
+    [document] = summarize.summarize([LONG], max_new_tokens=12, **report, **CLEAN).documents
     parts = document.parts[0]
     assert heard == [*((done, parts) for done in range(0, parts, BATCH)), (0, 1)]
     assert parts > 4
-    assert (parts - 1) in [rows for rows, _ in read]
-    assert sum(rows * length for rows, length in read) < len(LONG) + 3 * len(before)
+    assert parts in [rows for rows, _ in read]
+    assert sum(rows * length for rows, length in read if length > 1) < len(LONG) + 3 * len(before)
 
 
 def test_what_was_cut_is_told(caplog: pytest.LogCaptureFixture) -> None:
