@@ -100,7 +100,11 @@ def _shared(
         "float16 on a CPU, and the fastest for speech.",
         words=DTYPES,
     ),
-    quantization: str | None = flag(f"Fewer bits per weight: {', '.join(QUANTIZATIONS)}.", words=QUANTIZATIONS),
+    quantization: str | None = flag(
+        f"Fewer bits per weight: {', '.join(QUANTIZATIONS)}; the last three are bitsandbytes', whose int8 is slow on a "
+        "CPU.",
+        words=QUANTIZATIONS,
+    ),
     gguf_file: str | None = flag("A GGUF file in the folder or hub repository.", metavar="NAME"),
     backend: str | None = flag(f"How passes are run: {', '.join(BACKENDS)}.", words=BACKENDS),
     exactness: str | None = flag("strict: the same text as plain decoding in any dtype, bit for bit.", words=EXACTNESS),

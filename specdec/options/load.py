@@ -50,9 +50,9 @@ class Quantization:
 
 _BITSANDBYTES = Quantization("quantizers:BitsAndBytes", package="bitsandbytes", install="-e '.[quant]'")
 QUANTIZATIONS: dict[str, Quantization] = {
-    "int8": _BITSANDBYTES,
     "int8-weight": Quantization("integer_layers:WeightOnly", offloads=True),
     "int4-weight": Quantization("integer_layers:FourBits"),
+    "int8": _BITSANDBYTES,
     "nf4": _BITSANDBYTES,
     "fp4": _BITSANDBYTES,
 }

@@ -7,7 +7,6 @@ command line and the benchmark take its name.
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -18,6 +17,8 @@ from specdec.errors import UnsupportedError
 from specdec.kernels import Mapped
 from specdec.models.hf.load_hook import LoadHook
 from specdec.models.loading.weight_files import Stored, by_module
+
+_log = logging.getLogger(__name__)
 
 
 class Quantizer:
@@ -58,12 +59,8 @@ class BitsAndBytes(Quantizer):
         logging.getLogger("bitsandbytes.autograd._functions").addFilter(_is_news)
         if self.name != "int8":
             return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type=self.name, bnb_4bit_compute_dtype=dtype)
-        if not torch.cuda.is_available() and torch.backends.cpu.get_cpu_capability() != "AVX512":
-            warnings.warn(
-                "`quantization`='int8' is slower than float32 on this CPU, which has no AVX-512: 'int8-weight' takes "
-                "as little memory",
-                stacklevel=2,
-            )
+        if not torch.cuda.is_available():
+            _log.warning("bitsandbytes' int8 is several times slower on a CPU than `quantization`='int8-weight'")
         return BitsAndBytesConfig(load_in_8bit=True)
 
 
