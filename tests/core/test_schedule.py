@@ -229,14 +229,14 @@ def test_texts_without_an_idea_are_asked_on() -> None:
     ("reading", "right", "least", "most"), [(0.0, 0, 30, 300), (4.0, 0, 800, 1024), (4.0, 1, 400, 500)]
 )
 def test_a_dear_look_is_a_rare_one(reading: float, right: int, least: int, most: int) -> None:
-    """What a draft reads before it can guess again counts as what the look costs; the second one sets the wait.
+    """What a draft reads before it can guess again counts as what the look costs; the third one sets the wait.
 
     So it does where a guess was right. (Sixteen texts were read again every 16 rounds, at five rounds' cost.)
     """
     schedule = following(replace(tried(Cost(), 12, 1, 0.2), acceptance=Acceptance(levels=200.0)))
     row = replace(outcome(1, right, confidence=[0.5]).seqs[0], prefill=True)
     look = Round([row], 2, 0.2 + reading, 1.0, 0.0, 1.2 + reading)
-    assert least <= waited(schedule.after(look).after(look)) <= most
+    assert least <= waited(schedule.after(look).after(look).after(look)) <= most
 
 
 @pytest.mark.parametrize("rounds", range(2, 12))
@@ -353,7 +353,7 @@ def test_a_suspension_is_short_again_after_gains() -> None:
 
 def test_a_suspension_shortens_no_pause() -> None:
     """A slow try that was wrong waits for its whole pause, whatever the verdict. (It was over after 64 rounds.)"""
-    pause = Pause(length=128).start(right=False, price=8.0, plain_round=1.0)
+    pause = Pause(length=256).start(right=False, price=8.0, plain_round=1.0)
     while not pause.is_suspension:
         pause = pause.judged(1.0, 1.0)
     assert pause.length == 1024

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 _SHORTEST, _LONGEST = 16, 256  # plain rounds until the next try: at first, and after wrong ones
 _LONGEST_DEAR = 1024  # the most after slow tries
-_GROWTH = 8  # times the last pause that one after a slow try may last: the try may have been a stall
+_GROWTH = 4  # times the last pause that one after a slow try may last: the try may have been a stall
 _LOOK = 0.005  # the share of the time without a draft that tries may take, reading the text included
 _REST = 8  # one round in so many of a pause is measured
 _MOST_LOST = 3  # plain rounds' seconds that drafting may lose before it is suspended
@@ -71,7 +71,7 @@ class Pause(NamedTuple):
         """
         usual = _SHORTEST if right else min(max(2 * self.length, _SHORTEST), _LONGEST)
         dear = (self.reading + price) / plain_round / (2 * _LOOK if right else _LOOK)
-        length = max(usual, min(dear, _GROWTH * self.length, _LONGEST_DEAR))
+        length = max(usual, min(dear, _GROWTH * max(self.length, _SHORTEST), _LONGEST_DEAR))
         return self._replace(length=length, waited=0.0, unit=plain_round, rounds=0, reading=0.0)
 
     def judged(self, loss: float, plain_round: float) -> Pause:
