@@ -71,7 +71,7 @@ def main() -> None:
         same = sum(a == out.new_tokens() for a, out in zip(expected, outs, strict=True))
         steps, drafted, right = (
             sum(getattr(one, f"num_{what}") for one in stats)
-            for what in ("spec_steps", "draft_tokens", "accepted_draft_tokens")
+            for what in ("draft_rounds", "draft_tokens", "accepted_draft_tokens")
         )
         rows.append(
             [

@@ -44,7 +44,7 @@ def test_a_synthetic_draft_pays_for_its_passes(folders: tuple[str, str], monkeyp
     out = gen.generate("abab", max_new_tokens=5, eos_token_id=[], **tree)
     assert out.sequences[0].tolist() == plain.sequences[0].tolist()[: out.sequences.shape[1]]
     assert widths[:3] == [1, 2, 2]
-    assert out.stats.per_step_drafted[0] == 6
+    assert out.stats.per_round_drafted[0] == 6
 
 
 @pytest.fixture(scope="module")

@@ -162,7 +162,7 @@ def test_the_cost_rule_takes_trees_by_itself(
     generator = SpecGenerator(model, ("suffix", assistant) if hybrid else assistant, schedule="cost")
     out = generator.generate(prompts, **options, num_assistant_tokens=3)
     assert out.sequences.tolist() == SpecGenerator(model).generate(prompts, **options).sequences.tolist()
-    assert (max(out.stats.per_step_drafted) > 3) == trees
+    assert (max(out.stats.per_round_drafted) > 3) == trees
 
 
 def noisy(model: Any, scale: float) -> Any:

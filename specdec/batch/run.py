@@ -26,7 +26,7 @@ _FAILURES = 3  # failed rows that `Progress` names
 _LONGEST = 200  # characters of a reason
 _WINDOW = 16  # rows sorted by length together, per row that runs
 _UNEXPECTED = 8  # unexpected errors in a row that end the run
-_COUNTS = ("num_target_passes", "num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens", "seconds")
+_COUNTS = ("num_target_passes", "num_draft_rounds", "num_draft_tokens", "num_accepted_draft_tokens", "seconds")
 _TASKS: dict[str, type[Task]] = {
     "generate": GenerateTask,
     "chat": ChatTask,

@@ -105,7 +105,7 @@ def _system(store: Store, group: Group, cell: Cell | None, plain: list[Sample]) 
         "token_ms": percentiles([1e3 * gap for s in samples for gap in s.gaps]),
         "request_ms": percentiles([1e3 * s.seconds for s in samples]),
         "first_token_ms": percentiles([1e3 * s.first_token for s in samples]),
-        "mean_acceptance_length": stats.mean_acceptance_length if stats.num_spec_steps else None,
+        "mean_acceptance_length": stats.mean_acceptance_length if stats.num_draft_rounds else None,
         "acceptance_length_by_repeat": [  # 1 where nothing was drafted
             _total([s for s in samples if s.repeat == repeat]).mean_acceptance_length
             for repeat in sorted({s.repeat for s in samples})

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 ACCEPTED, TARGET, PROMPT = Style(color="green"), Style(), Style(dim=True)
 MARKS = "⟦{}⟧"
 _FIGURES = (
-    *("num_new_tokens", "num_target_passes", "num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens"),
+    *("num_new_tokens", "num_target_passes", "num_draft_rounds", "num_draft_tokens", "num_accepted_draft_tokens"),
     *("mean_acceptance_length", "draft_acceptance_rate", "acceptance_histogram", "target_passes_per_token"),
     *("first_token_seconds", "loading_seconds", "tokens_per_second", "seconds"),
     *("draft_seconds", "verify_seconds", "select_seconds", "other_seconds"),
-    *("per_step_drafted", "per_step_accepted", "exactness"),
+    *("per_round_drafted", "per_round_accepted", "exactness"),
 )
 # Escape sequences that a model may write, and a terminal must not obey.
 CONTROLS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}

@@ -219,7 +219,7 @@ def tell(heard: Sequence[Transcription], params: Mapping[str, Any]) -> None:
     if params["stats"]:
         show_stats(stats)
     duration, seconds = sum(out.duration for out in heard), sum(out.seconds for out in heard)
-    length = f", mean acceptance length {stats.mean_acceptance_length:.2f}" if stats.num_spec_steps else ""
+    length = f", mean acceptance length {stats.mean_acceptance_length:.2f}" if stats.num_draft_rounds else ""
     rate = f"{duration / seconds:.1f} times real time" if duration else "no sound"
     rate += "" if any(out["text"].strip() for out in heard) else ", no speech"
     advice = f"; {in_flags(stats.draft_advice)}" if stats.draft_advice else ""

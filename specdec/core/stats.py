@@ -39,12 +39,12 @@ class Stats:
     num_new_tokens: int = 0
     cached_prompt_tokens: int = 0
     num_target_passes: int = 0
-    num_spec_steps: int = 0
+    num_draft_rounds: int = 0
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
     accepted_by_source: Mapping[str, int] = field(default_factory=dict)
-    per_step_drafted: Sequence[int] = ()
-    per_step_accepted: Sequence[int] = ()
+    per_round_drafted: Sequence[int] = ()
+    per_round_accepted: Sequence[int] = ()
     seconds: float = 0.0
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
@@ -61,7 +61,7 @@ class Stats:
     @property
     def mean_acceptance_length(self) -> float:
         """1 + accepted draft tokens per speculative step."""
-        return 1.0 + self.num_accepted_draft_tokens / self.num_spec_steps if self.num_spec_steps else 1.0
+        return 1.0 + self.num_accepted_draft_tokens / self.num_draft_rounds if self.num_draft_rounds else 1.0
 
     @property
     def draft_acceptance_rate(self) -> float:
@@ -71,7 +71,7 @@ class Stats:
     @property
     def acceptance_histogram(self) -> list[int]:
         """`[n]`: how many speculative steps accepted exactly n draft tokens."""
-        counts = Counter(self.per_step_accepted)
+        counts = Counter(self.per_round_accepted)
         return [counts[n] for n in range(max(counts, default=-1) + 1)]
 
     @property
@@ -92,7 +92,7 @@ class Stats:
         was interrupted.
         """
         lost = -self.saved_seconds
-        is_sure = self.num_spec_steps >= _ROUNDS or self.draft_seconds >= lost / 2
+        is_sure = self.num_draft_rounds >= _ROUNDS or self.draft_seconds >= lost / 2
         is_sure &= "interrupted" not in self.finish_reasons
         if self.settings.get("draft_kind") == "form" or lost <= _LOSS * self.seconds or not is_sure:
             return ""
@@ -119,7 +119,7 @@ class Stats:
             (
                 "mean acceptance length",
                 f"{self.mean_acceptance_length:.2f}",
-                f"{self.num_spec_steps} steps with guesses",
+                f"{self.num_draft_rounds} steps with guesses",
             ),
             ("acceptance histogram", "", histogram),
             ("saved time", f"{self.saved_seconds:.3f} s" if self.saved_seconds else "not measured", self.draft_advice),
@@ -132,7 +132,7 @@ class Stats:
             *(first if self.first_token_seconds else ()),
             ("tokens per second", f"{self.tokens_per_second:.1f}", f"in {self.seconds:.2f} s"),
             ("target passes", str(self.num_target_passes), f"{self.target_passes_per_token:.2f} per token"),
-            *(speculative if self.num_spec_steps else ()),
+            *(speculative if self.num_draft_rounds else ()),
             *((f"{name} time", f"{part:.3f} s", f"{part / (self.seconds or 1):.0%}") for name, part in parts.items()),
             ("guaranteed text", "", _TEXTS[self.exactness]),
             ("settings", "", ", ".join(f"{name} {value}" for name, value in self.settings.items())),

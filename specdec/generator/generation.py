@@ -132,7 +132,7 @@ def _figures(stats: Stats) -> list[str]:
         f"{stats.tokens_per_second:.0f} tokens/s",
         f"{stats.num_target_passes} passes of the target",
     ]
-    if stats.num_spec_steps:
+    if stats.num_draft_rounds:
         figures.append(f"{stats.mean_acceptance_length:.2f} tokens per round with a draft")
     return figures
 
@@ -140,7 +140,7 @@ def _figures(stats: Stats) -> list[str]:
 def _figures_line(stats: Stats) -> str:
     """HTML of the figures, and with a draft of how many of its guesses were accepted."""
     figures = _figures(stats)
-    if stats.num_spec_steps:
+    if stats.num_draft_rounds:
         mark = f'<span style="{_DRAFTED}">from the draft</span>'
         figures.append(f"{mark}: {stats.num_accepted_draft_tokens} of {stats.num_draft_tokens} guesses kept")
     return f'<div style="{_QUIET}">{" · ".join(figures)}</div>'

@@ -249,12 +249,12 @@ def _stats_of(seq: RunningSequence, rounds: Sequence[SequenceRound]) -> Stats:
         num_new_tokens=sum(len(round.steps) for round in rounds),
         cached_prompt_tokens=seq.cached_prompt_tokens,
         num_target_passes=len(rounds),
-        num_spec_steps=len(drafted),
+        num_draft_rounds=len(drafted),
         num_draft_tokens=sum(drafted),
         num_accepted_draft_tokens=sum(accepted),
         accepted_by_source=dict(by_source),  # as a field, a Counter comes out of `asdict` broken
-        per_step_drafted=tuple(drafted),
-        per_step_accepted=tuple(accepted),
+        per_round_drafted=tuple(drafted),
+        per_round_accepted=tuple(accepted),
         finish_reasons=(next((round.finish for round in rounds if round.finish), "cancelled"),),
     )
 

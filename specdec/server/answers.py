@@ -21,8 +21,15 @@ from specdec.server.tools import CallForm
 
 _UNIT = 128  # bytes: padded events have a multiple of them
 _FIGURES = (
-    *("mean_acceptance_length", "draft_acceptance_rate", "acceptance_histogram", "num_spec_steps", "num_draft_tokens"),
-    *("num_accepted_draft_tokens", "num_target_passes", "seconds", "draft_seconds", "verify_seconds"),
+    *("mean_acceptance_length", "draft_acceptance_rate", "acceptance_histogram", "num_draft_rounds"),
+    *(
+        "num_draft_tokens",
+        "num_accepted_draft_tokens",
+        "num_target_passes",
+        "seconds",
+        "draft_seconds",
+        "verify_seconds",
+    ),
 )
 
 

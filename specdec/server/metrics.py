@@ -66,11 +66,11 @@ class Metrics:
 
     def count(self, model: str, stats: Stats) -> None:
         """Counts a finished prompt or recording."""
-        self.drafts.labels(model).inc(stats.num_spec_steps)
+        self.drafts.labels(model).inc(stats.num_draft_rounds)
         self.drafted.labels(model).inc(stats.num_draft_tokens)
         self.accepted.labels(model).inc(stats.num_accepted_draft_tokens)
-        for position in range(min(max(stats.per_step_accepted, default=0), _POSITIONS)):
-            reached = sum(accepted > position for accepted in stats.per_step_accepted)
+        for position in range(min(max(stats.per_round_accepted, default=0), _POSITIONS)):
+            reached = sum(accepted > position for accepted in stats.per_round_accepted)
             self.per_position.labels(model, str(position)).inc(reached)
 
     def _metric(self, kind: Any, name: str, help: str, *labels: str, **options: Any) -> Any:

@@ -43,9 +43,9 @@ from tests.pipelines.models import CHAT
 NEW = ["--max-new-tokens", "12"]
 JSON_KEYS = {"texts", "token_ids", "finish_reasons", "interrupted", "stats", "settings", "versions"}
 STATS = (
-    "num_new_tokens num_target_passes num_spec_steps num_draft_tokens num_accepted_draft_tokens mean_acceptance_length "
-    "draft_acceptance_rate acceptance_histogram target_passes_per_token tokens_per_second per_step_drafted "
-    "per_step_accepted"
+    "num_new_tokens num_target_passes num_draft_rounds num_draft_tokens num_accepted_draft_tokens "
+    "mean_acceptance_length draft_acceptance_rate acceptance_histogram target_passes_per_token "
+    "tokens_per_second per_round_drafted per_round_accepted"
 )
 
 

@@ -173,7 +173,7 @@ def test_forced_tokens_stop_at_the_end() -> None:
     out = gen.generate("ab", max_new_tokens=8, eos_token_id=2, logits_processor=[Forcing([]), Forcing([2] * 5)])
     assert out.texts == plain.texts
     assert out.stats is not None
-    assert {*out.stats.per_step_drafted} == {1}
+    assert {*out.stats.per_round_drafted} == {1}
     assert out.stats.settings["draft_kind"] == "form"
 
 

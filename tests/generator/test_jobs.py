@@ -238,7 +238,7 @@ def test_more_tokens_than_were_asked_about_may_follow(count: int) -> None:
     out = SpecGenerator(tiny("llama"), lambda tokens, k: [4, 6, 7][:k]).generate(
         [[5, 9]], logits_processor=[free], **COMMON
     )
-    assert out.stats.num_draft_tokens <= 3 * out.stats.num_spec_steps
+    assert out.stats.num_draft_tokens <= 3 * out.stats.num_draft_rounds
 
 
 def test_what_is_no_count_of_tokens_is_told() -> None:

@@ -157,10 +157,10 @@ def test_statistics_add_up() -> None:
     stats = generator.generate([[5, 9, 12], [7, 7]], **COMMON, eos_token_id=[]).stats
     assert stats.num_new_tokens == 24
     assert stats.num_new_tokens == sum(row.num_new_tokens for row in stats.per_row)
-    assert stats.num_accepted_draft_tokens == sum(stats.per_step_accepted)
-    assert stats.num_draft_tokens == sum(stats.per_step_drafted)
-    assert sum(stats.acceptance_histogram) == stats.num_spec_steps
-    assert stats.mean_acceptance_length == 1 + stats.num_accepted_draft_tokens / stats.num_spec_steps
+    assert stats.num_accepted_draft_tokens == sum(stats.per_round_accepted)
+    assert stats.num_draft_tokens == sum(stats.per_round_drafted)
+    assert sum(stats.acceptance_histogram) == stats.num_draft_rounds
+    assert stats.mean_acceptance_length == 1 + stats.num_accepted_draft_tokens / stats.num_draft_rounds
     assert stats.target_passes_per_token == stats.num_target_passes / 24
     assert 0 < stats.draft_seconds + stats.verify_seconds + stats.select_seconds < stats.seconds
     parts = {"backend": "eager", "weight_kind": "float32", "draft_backend": "eager", "draft_weight_kind": "float32"}
