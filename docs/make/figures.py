@@ -124,7 +124,7 @@ def table() -> str:
     by_backend = {backend: measured(backend) for backend in backends()}
     head = " | ".join(f"{backend}: ms per token | times as fast" for backend in by_backend)
     lines = [
-        f"| | {head} | tokens per verified pass |",
+        f"| | {head} | acceptance length |",
         f"| --- |{' ---: | ---: |' * len(by_backend)} ---: |",
     ]
     for name, shown in SYSTEMS.items():

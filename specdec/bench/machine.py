@@ -21,7 +21,8 @@ from specdec.options.versions import commit, system_entries, versions
 _FLAGS = ("avx", "amx", "vnni", "bf16", "fp16", "fma", "f16c", "neon", "asimd", "sve", "i8mm")
 _HIGH_LOAD = 0.5  # programs per core
 _FULL_SHARE = 0.8  # share of a core: one busy neighbour on two cores leaves 0.6 to 0.75, a quiet machine 0.98
-FEWER_THREADS = "passes run on fewer threads meanwhile, and with OMP_NUM_THREADS=1 they are faster still"
+_STEADY = 1.25  # times its slowest speed, that the memory of a steady machine reads at most
+FEWER_THREADS = "passes run on fewer threads meanwhile; OMP_NUM_THREADS= the number of free cores avoids that"
 
 
 def provenance() -> dict[str, Any]:
@@ -115,10 +116,14 @@ def peak_memory() -> int | None:
 
 @dataclass
 class Watch:
-    """Notices contention: `spins` are the seconds of a fixed piece of work, `load` is the mean load of the machine."""
+    """Notices contention: `spins` are the seconds of a fixed piece of work, `load` is the mean load of the machine.
+
+    `bandwidths` are speeds of its memory, in bytes per second.
+    """
 
     spins: list[float] = field(default_factory=list)
     load: float = field(default_factory=load_now)
+    bandwidths: list[float] = field(default_factory=list)
 
     def look(self) -> None:
         """Takes the load, and times a few milliseconds of pure Python on one core."""
@@ -144,6 +149,10 @@ class Watch:
         """One sentence on whether the figures can be trusted."""
         pace = f"a fixed piece of work took {statistics.median(self.spins) / min(self.spins):.2f}x its best time"
         facts = f"load {self.load:.1f} on {os.cpu_count()} cores, {pace}"
+        slow, fast = min(self.bandwidths, default=1.0), max(self.bandwidths, default=1.0)
+        if fast > _STEADY * slow:
+            words = f"memory read between {slow / 1e9:.0f} and {fast / 1e9:.0f} GB/s"
+            facts += f", and {words}: measure again before you choose between weights"
         if not self.busy:
             return f"quiet machine: {facts}."
         facts += f" and more than twice that in {self._late_share:.0%} of all tries"

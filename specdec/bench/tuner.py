@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from specdec import kernels
-from specdec.bench.machine import Watch
+from specdec.bench.machine import Watch, memory_bandwidth
 from specdec.bench.parts import Drafting, Mode
 from specdec.bench.prompts import PromptText, pick_prompts
 from specdec.bench.runner import in_words
@@ -35,6 +35,7 @@ _WARM = 16  # tokens in which a draft makes its first passes, which are slow
 _STEADY = 16  # the most tokens of an answer without a draft, each of which takes about as long
 _WORTH = 1.25  # an answer so many times as long as one of a few words is worth more than another prompt's
 _LAPS = 3  # over all prompts, at most
+_AGAIN = 0.7  # of the first loading's time, that loading in fewer bits takes
 _FINALISTS = 2  # drafts that are tried in further modes
 _LARGE = 2**27  # bytes of weights: rounding smaller models gains little and hurts them more
 _FASTER = 0.97  # share of a time, at most: a smaller gain is noise
@@ -128,7 +129,7 @@ class Trial:
 class Skipped:
     """What was not measured in a mode, and why; `failed`: its models cannot be loaded, or do not run.
 
-    `draft`: the draft that was not measured, None for all. `seconds`: how many more would have sufficed.
+    `draft`: the draft that was not measured, None for all. `seconds`: how many more a mode would have taken.
     """
 
     mode: Mode
@@ -221,9 +222,10 @@ def best(trials: Sequence[Trial]) -> list[Trial]:
 class Tuner:
     """Measures `drafts` with the target in `mode`, then in further modes as far as the time until `deadline` allows.
 
-    The deadline is one of `clock`. Loading counts: drafts that need no model answer in a few words before a draft model
-    is loaded. Every draft of a mode answers the same prompts in turn, greedily, for equally many seconds; in further
-    modes, none and the fastest of the first. `report(done, total, doing)` hears of seconds.
+    The deadline is one of `clock`, and loading counts. However late it is, every draft of `mode` answers in a few
+    words, but for `auto`, which was not named. Every draft of a mode answers the same prompts in turn, greedily, for
+    equally many seconds; in further modes, none and the fastest of the first. `report(done, total, doing)` hears of
+    seconds.
     """
 
     target: str
@@ -238,7 +240,6 @@ class Tuner:
     _bytes: int = 0  # of memory that the next model needs
     _loading: float = 0.0  # seconds that the next model may take to load
     _few: float = 0.0  # seconds of an answer in a few words
-    _missing: set[str | None] = field(default_factory=set)  # draft models for which time lacks
     _calls: list[tuple[str, dict[str, Any]]] = field(default_factory=list)  # the kinds of prompts, and arguments
 
     def __post_init__(self) -> None:
@@ -276,14 +277,15 @@ class Tuner:
             gc.collect()
 
     def _lack(self, mode: Mode, draft: str | None = None) -> Skipped | None:
-        """Why a mode's target or draft is not loaded: no time for it and an answer of each draft, or no memory.
+        """Why a mode's target, or a draft made of it, is not loaded: no time for it and an answer of each draft, or no
+        memory.
 
-        A draft is loaded in half the target's time, and its memory is not known.
+        A draft is made in half the target's time, and its memory is not known.
         """
         left, seconds = max(self._left(), 0.0), self._loading / (1 if draft is None else 2) + self._lap
         if left < seconds:
             words = f"not tried: it takes about {seconds:.0f} s, and {left:.0f} s are left"
-            return Skipped(mode, words, draft=draft, seconds=seconds)
+            return Skipped(mode, words, draft=draft, seconds=seconds if draft is None else 0.0)
         size, room = self._bytes / 2**30, free_bytes(torch.device("cpu")) / 2**30
         if draft is None and size > room:
             return Skipped(mode, f"not tried: loading it takes {size:.1f} GiB, and {room:.1f} GiB are free")
@@ -309,7 +311,7 @@ class Tuner:
 
     def _measure(self, systems: Systems, mode: Mode) -> Iterator[Any]:
         """All drafts of a mode; what cannot be loaded is told once."""
-        generators, short, skipped = dict[str, SpecGenerator](), dict[str, TimedAnswer](), list[Skipped]()
+        generators, skipped = dict[str, SpecGenerator](), list[Skipped]()
         for draft in self.drafts:
             is_new = _model_of(draft) not in map(_model_of, generators)
             generator = self._load(systems, mode, draft, generators)
@@ -319,29 +321,25 @@ class Tuner:
                 skipped.append(generator)
                 continue
             generators[draft] = generator
-            if is_new and (left := self._left()) > 0:
+            if is_new:
                 self._say(f"{mode.label}, draft {draft}, first passes")
-                generator.generate(**self._calls[0][1], do_sample=False, max_new_tokens=_WARM, max_time=left / 8)
-            if mode is self.mode and _model_of(draft) is None and (left := self._left()) > 0:
+                most = max(self._left() / 8, 1.0)
+                generator.generate(**self._calls[0][1], do_sample=False, max_new_tokens=_WARM, max_time=most)
+            if mode is self.mode and draft == NONE:
                 began = self.clock()
-                if (answer := self._answer(generator, 0, _FEW, left / 4)) is not None:
-                    short[draft] = answer
-                self._few = max(self._few, self.clock() - began)
+                self._answer(generator, 0, _FEW)
+                self._few = self.clock() - began
         self.drafts = [*generators]
         if mode is self.mode:
             named = [draft for draft in generators if read_draft(draft).model is not None]
             yield generators[(named or self.drafts)[-1]]
-        yield from self._trials(mode, generators, short)
+        yield from self._trials(mode, generators)
 
     def _load(
         self, systems: Systems, mode: Mode, draft: str, generators: Mapping[str, SpecGenerator]
     ) -> SpecGenerator | Skipped:
         """The generator of a draft, beside those that are loaded, or why there is none."""
-        model = _model_of(draft)
-        is_late = mode is self.mode and model not in (None, *map(_model_of, generators))
-        if is_late and (late := self._lack(mode, draft)):
-            late = replace(late, seconds=0.0) if model in self._missing else late  # one loading serves both
-            self._missing.add(model)
+        if draft == AUTO and mode is self.mode and (late := self._lack(mode, draft)):
             return late
         if draft != NONE:
             self._say(f"loading the draft {draft}")
@@ -354,13 +352,9 @@ class Tuner:
             return Skipped(mode, f"it is {name} for this target", draft=draft)
         return generator
 
-    def _trials(
-        self, mode: Mode, generators: Mapping[str, SpecGenerator], short: Mapping[str, TimedAnswer]
-    ) -> Iterator[Trial | Skipped]:
-        """As many prompts as fit, and then again: of several answers to one, the fastest counts.
-
-        `short`: answers to the first prompt, where there is no other.
-        """
+    def _trials(self, mode: Mode, generators: Mapping[str, SpecGenerator]) -> Iterator[Trial | Skipped]:
+        """As many prompts as fit, and then again: of several answers to one, the fastest counts."""
+        self.watch.bandwidths.append(memory_bandwidth())
         calls, end = self._calls, self.clock() + self._share()
         answers = {draft: dict[int, TimedAnswer]() for draft in generators}
         for lap in range(_LAPS * len(calls)):
@@ -368,18 +362,20 @@ class Tuner:
             if lap and seconds < self._lap:
                 break
             laps = min(max(int(seconds / max(_WORTH * self._lap, 1e-9)), 1), max(len(calls) - lap, 1))
+            is_owed = mode is self.mode and lap == 0  # an answer, however late it is
             for place, (draft, generator) in enumerate(generators.items()):
-                if (left := self._left()) <= 0:
+                if (left := self._left()) <= 0 and not is_owed:
                     break
                 self._say(f"{mode.label}, draft {draft}, prompt {number + 1} of {len(calls)}")
                 self.watch.look()
                 most = min(max((end - self.clock()) / (laps * len(generators) - place), self._few), left)
                 tokens = _STEADY if draft == NONE else _TOKENS
-                if (answer := self._answer(generator, number, tokens, most)) is not None:
+                answer = self._answer(generator, number, tokens, most) if left > 0 else None
+                if answer is None and is_owed:
+                    answer = self._answer(generator, number, _FEW)
+                if answer is not None:
                     before = answers[draft].get(number, answer)
                     answers[draft][number] = min(before, answer, key=lambda one: one.ms)
-        for draft, answer in short.items():
-            answers[draft].setdefault(0, answer)
         prompts = set(answers[NONE]).intersection(*filter(None, answers.values()))
         times = dict[str, float]()
         for draft in generators:
@@ -388,8 +384,9 @@ class Tuner:
                 yield (trial := _cut(Trial(mode, draft, answers[draft], answers[NONE], exactness), prompts))
                 times[draft] = trial.ms
             else:
-                yield Skipped(mode, _LATE, draft=draft, seconds=self._few or self._loading / len(generators))
+                yield Skipped(mode, _LATE, draft=draft)
         fastest = sorted(times.keys() - {NONE}, key=lambda draft: times[draft])[:_FINALISTS]
+        fastest = [draft for draft in fastest if draft != AUTO or draft == fastest[0]]  # it takes seconds to make
         self.drafts = [draft for draft in generators if draft in (NONE, *fastest)]
 
     def _share(self) -> float:
@@ -397,14 +394,16 @@ class Tuner:
         drafts = len(self.drafts)
         for count in range(len(self._modes), -1, -1):
             later = count * min(drafts, 1 + _FINALISTS)
-            preparing = self._loading + self._lap  # first passes included
+            preparing = _AGAIN * self._loading + self._lap  # first passes included
             seconds = (self._left() - count * preparing) * drafts / (drafts + later)
             if seconds >= self._lap:
                 break
         return seconds
 
-    def _answer(self, generator: SpecGenerator, number: int, most: int, seconds: float) -> TimedAnswer | None:
-        """An answer to prompt `number`; None if too little of it came in time."""
+    def _answer(
+        self, generator: SpecGenerator, number: int, most: int, seconds: float | None = None
+    ) -> TimedAnswer | None:
+        """An answer to prompt `number`, of at most so many tokens and seconds; None if it has too few tokens."""
         kind, arguments = self._calls[number]
         limits = {"max_new_tokens": most, "max_time": seconds}
         out, measured = measure(generator, {**arguments, **PRESETS["greedy"], **limits})

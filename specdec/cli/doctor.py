@@ -45,7 +45,7 @@ _EXTRAS = {
 }
 """Extras of the package, and what they add."""
 _SECONDS = 60.0  # for a pair
-_MORE = 2  # times the seconds that lacked: with more time, all answers are longer
+_MORE = 1.5  # times the seconds that lacked: with more time, all answers are longer
 _FIGURES = ("weights", "draft", "ms", "speedup", "speedups", "first_token", "different")
 _BUSY = "measure again on a quiet machine: other programs use its cores"
 _MARKS = {"good": ("✓", Style(color="green")), "note": ("·", PROMPT), "bad": ("✗", Style(color="red", bold=True))}
@@ -197,7 +197,7 @@ def tune(request: CommandRequest, prompts: str | None, seconds: float) -> Iterat
     from specdec.bench.tuner import Skipped, Trial, Tuner, drafts_to_try
 
     bar, trials, chats, failed, began = Bar(stages=True), list[Trial](), False, False, clock()
-    missing = dict[str, float]()  # what time lacked for, and how many seconds more would have sufficed
+    missing = dict[str, float]()  # weights for which time lacked, and how many seconds they would have taken
     drafts = drafts_to_try(request.draft or "none")
     tuner = Tuner(request.target, drafts, Mode(**request.loading), began + seconds, prompts, bar)
     events = tuner.run()
@@ -213,7 +213,7 @@ def tune(request: CommandRequest, prompts: str | None, seconds: float) -> Iterat
             case Skipped(mode, why):
                 weights = next((_weights(trial) for trial in trials if trial.mode == mode), mode.label)
                 label = _label(event.draft) if event.draft else "all drafts"
-                missing |= {f"{label} ({mode.label})": event.seconds} if event.seconds else {}
+                missing |= {mode.label: event.seconds} if event.seconds else {}
                 yield Finding(weights, label, why, "note")
             case Trial():
                 trials.append(event)
@@ -229,10 +229,10 @@ def tune(request: CommandRequest, prompts: str | None, seconds: float) -> Iterat
     if trials or not failed:  # first, as it says what the advice is worth
         busy = tuner.watch.busy or waiting_threads() is not None
         yield Finding("best", "machine", tuner.watch.verdict(), "note", _BUSY if busy else None)
-    if missing or not (trials or failed):
-        words = f"too little for {', '.join(missing)}" if missing and trials else "nothing was measured in this time"
+    if missing:
         enough = clock() - began + _MORE * sum(missing.values())
-        yield Finding("best", "time", words, "note", f"--seconds {10 * ceil(enough / 10)}")
+        remedy = f"--seconds {10 * ceil(enough / 10)}"
+        yield Finding("best", "time", f"too little for {', '.join(missing)}", "note", remedy)
     if {trial.draft for trial in trials} - {NONE}:
         yield from _advice(request, trials, tuner.num_prompts, chats=chats)
         yield from _compared(trials)
@@ -281,7 +281,7 @@ def _advice(request: CommandRequest, trials: Sequence[Trial], prompts: int, *, c
         of = f"{count} of {prompts}" if count < prompts else str(count)
         words = f"{trial.ms:.1f} ms per token on {of} prompt{'s' * (of != '1')}, "
         if trial is plain:
-            words += "and no draft makes it faster"
+            words += "and no draft that was measured is faster"
         else:
             words += f"{plain.ms / trial.ms:.2f}× as fast as {plain.weights} weights without a draft"
         if trial.mode != plain.mode:
@@ -328,7 +328,9 @@ def doctor(
     prompts: str | None = flags.flag(
         "Your prompts: a text file, one in each paragraph, or JSON lines; by default three kinds of text."
     ),
-    seconds: float = Option(_SECONDS, min=0.1, help="Time for the models, loading included."),
+    seconds: float = Option(
+        _SECONDS, min=0.1, help="Time for the models, loading included; each draft answers in a few words even later."
+    ),
     *,
     json_: bool,
 ) -> int:

@@ -70,7 +70,9 @@ def demo(
     pairs = ((alone.new_tokens(), drafted.new_tokens()) for alone, drafted in zip(outs[::2], outs[1::2], strict=True))
     difference = next((each for pair in pairs for each in differences(*pair)), None)
     rates = f"plain {plain_rate:.0f} tokens/s · assisted {rate:.0f} tokens/s"
-    same = f"mean acceptance length {runs[-1].mean_acceptance_length:.2f} · identical: {'no' if difference else 'yes'}"
+    length = f"mean acceptance length {runs[-1].mean_acceptance_length:.2f}"
+    rounds = f"{runs[-1].num_draft_rounds} of {runs[-1].num_target_passes} passes over guesses"
+    same = f"{length}, {rounds} · identical: {'no' if difference else 'yes'}"
     verdict = f"{comparison(rate / plain_rate)}{' on a busy machine' if busy else ''}"
     write(out, f"\n{rates} · {verdict} · {same}\n")
     if difference is None:

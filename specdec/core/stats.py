@@ -22,8 +22,8 @@ _ROUNDS = 20  # rounds with a draft whose passes, beside other programs, take ab
 class Stats:
     """A call's statistics; counts are sums over rounds and sequences.
 
-    *Mean acceptance length* is 1 + accepted / speculative steps; a speculative step is one sequence's part of a target
-    pass with a proposal. *Target passes per token* counts every pass. A search's tokens are its steps; `lengths` are
+    *Mean acceptance length* is 1 + accepted / draft rounds; a draft round is one sequence's part of a target pass over
+    guesses. *Target passes per token* counts every pass. A search's tokens are its steps; `lengths` are
     the new tokens of every returned text, and `finish_reasons` say why it ended. `num_draft_tokens` are nodes without
     siblings, which cost no draft pass. `accepted_by_source`: accepted tokens by what guessed them ("suffix", "model",
     "model+suffix": a chain of the model that copies continued). `per_row` has one entry per sequence (a search is one,
@@ -60,7 +60,7 @@ class Stats:
 
     @property
     def mean_acceptance_length(self) -> float:
-        """1 + accepted draft tokens per speculative step."""
+        """1 + accepted draft tokens per draft round."""
         return 1.0 + self.num_accepted_draft_tokens / self.num_draft_rounds if self.num_draft_rounds else 1.0
 
     @property
@@ -70,7 +70,7 @@ class Stats:
 
     @property
     def acceptance_histogram(self) -> list[int]:
-        """`[n]`: how many speculative steps accepted exactly n draft tokens."""
+        """`[n]`: how many draft rounds accepted exactly n draft tokens."""
         counts = Counter(self.per_round_accepted)
         return [counts[n] for n in range(max(counts, default=-1) + 1)]
 
@@ -119,7 +119,7 @@ class Stats:
             (
                 "mean acceptance length",
                 f"{self.mean_acceptance_length:.2f}",
-                f"{self.num_draft_rounds} steps with guesses",
+                f"{self.num_draft_rounds} rounds with guesses",
             ),
             ("acceptance histogram", "", histogram),
             ("saved time", f"{self.saved_seconds:.3f} s" if self.saved_seconds else "not measured", self.draft_advice),

@@ -66,3 +66,12 @@ def test_a_program_that_comes_later_makes_a_machine_busy(monkeypatch: pytest.Mon
         watch.look()
     assert watch.busy
     assert watch.verdict().startswith("busy machine: load ")
+
+
+@pytest.mark.parametrize(("speeds", "told"), [([48e9, 75e9], True), ([70e9, 75e9], False), ([], False)])
+def test_memory_whose_speed_changes(speeds: list[float], told: bool) -> None:
+    """It makes weights win that were measured in the fast minute."""
+    watch = Watch(load=0.0, bandwidths=speeds)
+    watch.look()
+    words = "memory read between 48 and 75 GB/s: measure again before you choose between weights"
+    assert (words in watch.verdict()) == told

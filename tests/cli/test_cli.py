@@ -618,7 +618,7 @@ def test_stats_go_to_stderr(generate: Any, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("specdec.bench.machine.core_share", lambda: 0.64)
     last = generate(*NEW, "--stats").err.splitlines()[-1]
     assert last.startswith("busy machine: torch's 2 threads got 64% of the cores that they need")
-    assert "OMP_NUM_THREADS=1" in last
+    assert "OMP_NUM_THREADS=" in last
 
 
 def test_what_is_missing_is_one_line(called: Any, monkeypatch: pytest.MonkeyPatch) -> None:
