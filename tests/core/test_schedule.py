@@ -653,6 +653,20 @@ def test_plain_rounds_are_measured_beside_drafts_of_others() -> None:
     assert schedule.seconds.plain.at(2) == pytest.approx(1.1, rel=0.1)
 
 
+def test_plain_rounds_of_more_sequences_than_were_measured() -> None:
+    """They take what their pass takes. (Two took half as long again as one, so sixteen were to take nine times as long,
+    and drafting for sixteen took a sixth more than it brought.)
+    """
+    passes = LinearFit()
+    for nodes in (1, 4, 9, 16, 25):
+        passes = passes.add(nodes, 1.0 + 0.05 * (nodes - 1))
+    plain = LinearFit().add(1, 1.1).add(2, 1.6).add(1, 1.1).add(2, 1.6)
+    seconds = Seconds(passes, plain, {"model": LinearFit().add(1, 0.1).add(1, 0.1)}, other=0.1)
+    assert seconds.plain_round(2) == plain.at(2) == pytest.approx(1.6, rel=0.1)
+    assert seconds.plain_round(16) == pytest.approx(1.85, rel=0.05)
+    assert not seconds.pays(16, 1, 0.5)
+
+
 def test_a_hard_part_after_an_easy_one_is_no_verdict() -> None:
     """A signature that is copied, then a sentence that is not: drafting pays. (It was given up in every sentence.)"""
     cost, lost = Cost(), 0

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from specdec.core.outcome import Round, SequenceRound
 
 _ENOUGH = 2.5  # the weight of measured plain rounds that suffices: three of them
+_MANY = 2  # times the mean number of sequences in measured plain rounds: more of them are too many to extrapolate to
 _NOTICEABLE = 0.02  # the share of a pass above which a draft's time counts even if it proposed nothing
 
 
@@ -48,8 +49,16 @@ class Seconds(NamedTuple):
         return looks < _ENOUGH and self.passes.weight > (1.5 if acceptance < 0.6 and not looks else 6 * (looks + 1))
 
     def plain_round(self, seqs: int) -> float:
-        """Seconds of a round without a draft: measured, or before the first one, predicted."""
-        return self.plain.at(seqs) if self.plain.weight else self.passes.at(seqs * self.roots) + self.other
+        """Seconds of a round without a draft: measured, or predicted by its pass.
+
+        A second sequence may cost far more than a tenth, so of many more sequences than were measured, measured rounds
+        tell too many seconds.
+        """
+        predicted = self.passes.at(seqs * self.roots) + self.other
+        if not self.plain.weight:
+            return predicted
+        measured, usual = self.plain.at(seqs), self.plain.nodes / self.plain.weight
+        return min(measured, predicted) if seqs > _MANY * usual else measured
 
     def shared(self, seqs: int) -> tuple[int, int]:
         """How many sequences run in the next round, and how many draft, if so many of this schedule do."""
