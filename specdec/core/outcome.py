@@ -59,7 +59,9 @@ class Round:
     others: Sequence[SequenceRound] = ()
 
     def of(self, seqs: list[SequenceRound]) -> Round:
-        """A copy with these `seqs`; all other sequences of the round are `others`."""
+        """The round of these `seqs`, whose `others` are all other sequences."""
+        if len(seqs) == len(self.seqs):
+            return self
         ids = {seq.id for seq in seqs}
         return replace(self, seqs=seqs, others=[seq for seq in self.seqs if seq.id not in ids])
 

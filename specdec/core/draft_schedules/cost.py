@@ -28,6 +28,7 @@ WIDEST = 32
 """The most nodes that one draft pass continues, where the options name no number."""
 _DRAFT_PASSES = 15  # trees are used where a target pass costs as much as this many draft passes
 _CARRIED = 0.1  # weight of the last request's gain in the next one
+_NOTHING = Budget(0)
 _GROWTH = 4  # a tree has at most this many times the nodes of the widest recent pass
 
 
@@ -122,9 +123,9 @@ class Cost:
                 return self._budget(1, 0.0, 0.0)  # to measure costs: the draft may be free
             return self._budget(self.k, everyone * draft_cost, node_cost)
         if pause.skips_rule or pause.is_suspension or seconds.wants_plain_round(self.acceptance.mean):
-            return self._budget(0, 0.0, 0.0)
+            return _NOTHING
         if not self._pays(seqs):
-            return self._budget(int(pause.is_over), 0.0, 0.0)
+            return self._budget(1, 0.0, 0.0) if pause.is_over else _NOTHING
         gain = max(self.tokens / self.plain_tokens if self.plain_tokens else 1.0, 1.0)
         rate = gain * everyone / seconds.plain_round(everyone)
         # Only the slowest source asks before each pass; text drafts have no passes.
