@@ -54,11 +54,11 @@ class Seconds(NamedTuple):
         A second sequence may cost far more than a tenth, so of many more sequences than were measured, measured rounds
         tell too many seconds.
         """
+        plain = self.plain
+        if plain.weight and seqs * plain.weight <= _MANY * plain.nodes:
+            return plain.at(seqs)
         predicted = self.passes.at(seqs * self.roots) + self.other
-        if not self.plain.weight:
-            return predicted
-        measured, usual = self.plain.at(seqs), self.plain.nodes / self.plain.weight
-        return min(measured, predicted) if seqs > _MANY * usual else measured
+        return min(plain.at(seqs), predicted) if plain.weight else predicted
 
     def shared(self, seqs: int) -> tuple[int, int]:
         """How many sequences run in the next round, and how many draft, if so many of this schedule do."""
