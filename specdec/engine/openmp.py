@@ -30,6 +30,17 @@ def _openmp() -> Any:
     return None
 
 
+@cache
+def _mkl() -> Any:
+    """What sets the threads of MKL's products for the calling thread; None where torch is built without MKL.
+
+    MKL heeds OpenMP's number until `torch.set_num_threads` tells it one, which then holds in all threads.
+    """
+    with suppress(OSError, AttributeError):
+        return ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")).MKL_Set_Num_Threads_Local
+    return None
+
+
 def release_helpers() -> None:
     """Ends the calling thread's OpenMP helper threads; its next parallel operation starts new ones (about 0.1 ms).
 
@@ -71,10 +82,16 @@ class Threads:
             self._begin(self._next())
         if library.omp_get_max_threads() != self._used:  # of the calling thread alone, unlike torch's number
             library.omp_set_num_threads(self._used)
+            self._tell_mkl()
 
     def _begin(self, count: int) -> None:
         """Begins a window on `count` threads."""
         self._used, self._began, self._waited = count, clock(), waited_seconds()
+        self._tell_mkl()
+
+    def _tell_mkl(self) -> None:
+        if (set_threads := _mkl()) is not None:
+            set_threads(self._used)
 
     def _next(self) -> int:
         """The threads of the next window: fewer after a window in which threads waited, later all again."""
