@@ -36,7 +36,6 @@ _STEADY = 16  # the most tokens of an answer without a draft, each of which take
 _WORTH = 1.25  # an answer so many times as long as one of a few words is worth more than another prompt's
 _LAPS = 3  # over all prompts, at most
 _AGAIN = 0.7  # of the first loading's time, that loading in fewer bits takes
-_FINALISTS = 2  # drafts that are tried in further modes
 _LARGE = 2**27  # bytes of weights: rounding smaller models gains little and hurts them more
 _FASTER = 0.97  # share of a time, at most: a smaller gain is noise
 _LATE = "not measured: too few tokens came in time"
@@ -224,8 +223,8 @@ class Tuner:
 
     The deadline is one of `clock`, and loading counts. However late it is, every draft of `mode` answers in a few
     words, but for `auto`, which was not named. Every draft of a mode answers the same prompts in turn, greedily, for
-    equally many seconds; in further modes, none and the fastest of the first. `report(done, total, doing)` hears of
-    seconds.
+    equally many seconds; in further modes, none, the fastest of the first, and the models that were named.
+    `report(done, total, doing)` hears of seconds.
     """
 
     target: str
@@ -385,15 +384,15 @@ class Tuner:
                 times[draft] = trial.ms
             else:
                 yield Skipped(mode, _LATE, draft=draft)
-        fastest = sorted(times.keys() - {NONE}, key=lambda draft: times[draft])[:_FINALISTS]
-        fastest = [draft for draft in fastest if draft != AUTO or draft == fastest[0]]  # it takes seconds to make
-        self.drafts = [draft for draft in generators if draft in (NONE, *fastest)]
+        if mode is self.mode:
+            fastest = min(times.keys() - {NONE}, key=lambda draft: times[draft], default=NONE)
+            self.drafts = [draft for draft in generators if draft in (NONE, fastest) or read_draft(draft).model]
 
     def _share(self) -> float:
         """Seconds for the answers of this mode, which leave loading and a lap to as many further modes as possible."""
         drafts = len(self.drafts)
         for count in range(len(self._modes), -1, -1):
-            later = count * min(drafts, 1 + _FINALISTS)
+            later = count * min(drafts, 3)  # none, the fastest, and a model
             preparing = _AGAIN * self._loading + self._lap  # first passes included
             seconds = (self._left() - count * preparing) * drafts / (drafts + later)
             if seconds >= self._lap:

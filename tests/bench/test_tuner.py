@@ -203,9 +203,9 @@ def test_time_that_is_left(tuned: Any) -> None:
 
 
 def test_the_fastest_in_further_modes(tuned: Any) -> None:
-    """None and the two that were fastest, so that the answers are longer. (Of a few words each, any could win.)"""
-    drafts = ["none", "suffix", "model:d", "suffix+d"]
-    times = {("as loaded", draft): each for draft, each in zip(drafts, (0.1, 0.07, 0.2, 0.05), strict=True)}
+    """None, the fastest, and what was named. (A model that a busy second made slow was not tried with fewer bits.)"""
+    drafts = ["none", "ngram", "suffix", "suffix+d"]
+    times = {("as loaded", draft): each for draft, each in zip(drafts, (0.1, 0.07, 0.05, 0.2), strict=True)}
     events = tuned(World(load=1.0, token=times), drafts, 60.0)
     assert [(event.mode, event.draft) for event in events] == [
         *((PLAIN, draft) for draft in drafts),
@@ -213,12 +213,12 @@ def test_the_fastest_in_further_modes(tuned: Any) -> None:
     ]
 
 
-@pytest.mark.parametrize(("each", "further"), [(0.07, ["none", "ngram"]), (0.04, ["none", "ngram", "auto"])])
-def test_an_automatic_draft_in_further_modes(each: float, further: list[str], tuned: Any) -> None:
+@pytest.mark.parametrize(("each", "further"), [(0.07, "ngram"), (0.04, "auto")])
+def test_an_automatic_draft_in_further_modes(each: float, further: str, tuned: Any) -> None:
     """Only where it was the fastest, as it takes seconds to make."""
     times = {("as loaded", "ngram"): 0.05, ("as loaded", "suffix"): each}  # a generator's automatic draft is "suffix"
     events = tuned(World(load=1.0, token=times), ["none", "ngram", "auto"], 60.0)
-    assert [event.draft for event in events if event.mode == EIGHT] == further
+    assert [event.draft for event in events if event.mode == EIGHT] == ["none", further]
 
 
 def test_a_draft_that_does_not_load(tuned: Any) -> None:
