@@ -90,7 +90,7 @@ def _shared(
     max_new_tokens: int | None = flag(
         f"Length limit; {DEFAULT_NEW_TOKENS} if nothing sets one.", "--max-new-tokens", "-n"
     ),
-    sample: bool | None = flag("Sample, or take the likeliest token.", "--sample/--greedy"),
+    sample: bool | None = flag("Sample, or take the likeliest token, which is the default.", "--sample/--greedy"),
     temperature: float | None = flag("Sampling temperature; implies --sample."),
     top_k: int | None = flag("Sample from the k likeliest tokens; implies --sample."),
     top_p: float | None = flag("Sample from the likeliest tokens of this total probability; implies --sample."),
