@@ -104,6 +104,10 @@ def settings_keys(params: Mapping[str, Any]) -> dict[str, Any]:
         keys["models"] = [{"name": name, "target": f"zoo:{name}", "draft": f"zoo:{name}"} for name in PAIRS]
     elif params["target"]:
         keys["models"] = [model_keys(params)]
+    models = keys.get("models")
+    for model in models if isinstance(models, list) else ():  # a file's; others have a draft
+        if isinstance(model, dict) and isinstance(target := model.get("target"), str):
+            model.setdefault("draft", choose_draft({}, {}, target, {}))
     if not params["target"]:
         names = ("name", "draft", "num_draft_tokens", "schedule", "context", "kv_budget", "prefix_cache", "memory")
         refuse_idle(

@@ -42,6 +42,11 @@ class _Pattern:
         is_whole = self._tail.match(text, end) is not None
         return "{" + ", ".join(written) + ("}" if is_whole else ""), end if is_whole else None
 
+    def is_closed(self, text: str, place: int) -> bool | None:
+        """Whether a call ends behind arguments that end at `place`; None where the text may go on so."""
+        tail = self._tail.match(text, place, partial=True)
+        return tail is not None and (None if tail.partial else True)
+
     def after(self, text: str, place: int, *, last: bool) -> tuple[_Match | None, int | None]:
         """The next call after arguments that end at `place`, and where the text goes on; None while either may come."""
         head, end = (pattern.match(text, place, partial=True) for pattern in (self._next, self._end))
@@ -102,8 +107,16 @@ class CallReader:
         if match.partial:
             return None
         form = next(form for key, form in self._forms.items() if match[key] is not None)
-        is_call = self._last or form not in LOOSE_FORMS or _object_end(self._text, match.end()) is not None
-        return (_Pattern(form, self._tools), match) if is_call else None
+        pattern = _Pattern(form, self._tools)
+        if form not in LOOSE_FORMS or self._must:
+            return pattern, match
+        if (end := _object_end(self._text, match.end())) is None:
+            return (pattern, match) if self._last else None
+        is_closed = pattern.is_closed(self._text, end)
+        if is_closed is False:  # an object with other keys is no call
+            self._emit(end, before_call=False)
+            return self._head()
+        return (pattern, match) if is_closed or self._last else None
 
     def _is_call(self, place: int) -> bool:
         """Whether what begins like a call at `place` is nothing else."""

@@ -119,6 +119,17 @@ def test_one_call_where_one_is_wanted(written: str) -> None:
         assert read(QWEN, f"Sure.\n{written}", size, most=1) == ("Sure.", [("get_weather", ARGUMENTS)], True)
 
 
+@pytest.mark.parametrize("size", [1, 3, 10_000])
+@pytest.mark.parametrize("begin", ["", "{"])
+def test_an_object_with_other_keys_is_no_call(begin: str, size: int) -> None:
+    """It is text, all of it. (A call that a model repeated with the tool's answer was a call, and half of it text.)"""
+    text = f'{begin}{{"name": "get_weather", "arguments": {ARGUMENTS}, "response": {{"temp": 17}}}}'
+    text += "}" * len(begin)
+    assert read(QWEN, text, size) == (text, [], False)
+    call = '{"name": "get", "arguments": {}}'
+    assert read(QWEN, f"{text}\n{call}", size) == (text, [("get", "{}")], True)
+
+
 @pytest.mark.parametrize("template", WRITTEN)
 @pytest.mark.parametrize(
     "text",

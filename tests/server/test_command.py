@@ -61,9 +61,12 @@ def test_drafts_are_chosen_as_elsewhere() -> None:
 def test_a_file_under_flags(tmp_path: Path) -> None:
     """Flags win, limits are merged, and models come from one place."""
     file = tmp_path / "serve.yaml"
-    file.write_text("models: [{name: a, target: b}]\nport: 1\nlimits: {running: 2, waiting: 3}\n")
+    file.write_text(
+        "models: [{name: a, target: b}, {name: c, target: d, draft: none}]\nport: 1\nlimits: {running: 2, waiting: 3}\n"
+    )
     settings = read_settings(keys(config=file, port=2, running=5))
     assert (settings.port, settings.limits.running, settings.limits.waiting) == (2, 5, 3)
+    assert [model.draft for model in settings.models] == ["auto", "none"]
     assert read_settings(keys(config=file, port=0)).port == 0  # a free one
 
 
