@@ -21,15 +21,9 @@ from specdec.server.tools import CallForm
 
 _UNIT = 128  # bytes: padded events have a multiple of them
 _FIGURES = (
-    *("mean_acceptance_length", "draft_acceptance_rate", "acceptance_histogram", "num_draft_rounds"),
-    *(
-        "num_draft_tokens",
-        "num_accepted_draft_tokens",
-        "num_target_passes",
-        "seconds",
-        "draft_seconds",
-        "verify_seconds",
-    ),
+    *("mean_acceptance_length", "draft_acceptance_rate", "acceptance_histogram", "accepted_by_source"),
+    *("num_draft_rounds", "num_draft_tokens", "num_accepted_draft_tokens", "num_target_passes", "seconds"),
+    *("draft_seconds", "verify_seconds"),
 )
 
 

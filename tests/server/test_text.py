@@ -239,6 +239,7 @@ def test_what_a_draft_did() -> None:
     figures = detailed["metrics"]["speculative_decoding"]
     lengths = {"mean_acceptance_length", "acceptance_histogram"}
     assert lengths | {"draft_acceptance_rate", "num_draft_rounds"} <= set(figures)
+    assert sum(figures["accepted_by_source"].values()) == figures["num_accepted_draft_tokens"]
     assert "".join(text for text, _ in detailed["choices"][0]["drafted"]) == detailed["choices"][0]["text"]
     accepted = predicted["usage"]["completion_tokens_details"]["accepted_prediction_tokens"]
     assert predicted["metrics"]["speculative_decoding"]["num_accepted_draft_tokens"] == accepted > 5
